@@ -170,7 +170,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
             reference=reference,
             steps=options.steps,
             nets=[write_bench_controlnet(model, folder / f"net{number}", shape, seed=number) for number in range(NETS)],
-            images=[write_gradient(folder / f"{number}.png", shape, turns=number) for number in range(NETS)],
+            images=[write_gradient(folder / f"{number}.png", shape.side, turns=number) for number in range(NETS)],
             loras=loras,
         )
         sides.choose_terms()

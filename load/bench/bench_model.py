@@ -109,10 +109,10 @@ def write_bench_model(folder: Path, shape: BenchShape = DEFAULT, seed: int = 0) 
         raise FileExistsError(f"{folder} is there and not an empty folder; name another, or remove it")
     target = folder.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
-    _silence()
+    silence()
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as partial:
         made = Path(partial) / "model"
-        with _seeded(seed):
+        with seeded(seed):
             pipeline = _pipeline(shape)
         pipeline.to(dtype=DTYPES[shape.dtype])
         pipeline.save_pretrained(made, safe_serialization=True)
@@ -124,7 +124,7 @@ def write_bench_model(folder: Path, shape: BenchShape = DEFAULT, seed: int = 0) 
 def write_bench_controlnet(model: Path, folder: Path, shape: BenchShape, *, seed: int) -> Path:
     """Write a ControlNet of a bench model's UNet, with random residuals, in half precision; return its folder."""
     unet = UNet2DConditionModel.from_pretrained(model / "unet", use_safetensors=True)
-    with _seeded(seed):
+    with seeded(seed):
         net = ControlNetModel.from_unet(
             unet, conditioning_embedding_out_channels=_CONTROL_CHANNELS[: {4: 3, 8: 4}[shape.latent_scale]]
         )
@@ -134,21 +134,21 @@ def write_bench_controlnet(model: Path, folder: Path, shape: BenchShape, *, seed
     return folder
 
 
-def write_gradient(file: Path, shape: BenchShape, *, turns: int = 0) -> Path:
-    """Write a control image, turned by so many quarters; return the file."""
-    image = PIL.Image.linear_gradient("L").resize((shape.side, shape.side)).convert("RGB")
+def write_gradient(file: Path, side: int, *, turns: int = 0) -> Path:
+    """Write a control image of so many pixels a side, turned by so many quarters; return the file."""
+    image = PIL.Image.linear_gradient("L").resize((side, side)).convert("RGB")
     image.rotate(90 * turns).save(file)
     return file
 
 
-def _silence() -> None:
+def silence() -> None:
     """Show no progress bars, and no warnings about a cast that is meant."""
     diffusers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 
 
 @contextmanager
-def _seeded(seed: int) -> Iterator[None]:
+def seeded(seed: int) -> Iterator[None]:
     """Seed the CPU's generator in the block; torch.manual_seed would reseed devices as well."""
     before = torch.random.get_rng_state()
     torch.default_generator.manual_seed(seed)
@@ -163,9 +163,9 @@ def _pipeline(shape: BenchShape) -> Any:
         return _sd21_pipeline(shape)
     tokenizers = [CLIPTokenizer.from_pretrained(WEIGHTS / name) for name in ("tokenizer", "tokenizer_2")]
     return StableDiffusionXLPipeline(
-        vae=_vae(shape),
-        text_encoder=CLIPTextModel(_text_config(shape, tokenizers[0], "quick_gelu")),
-        text_encoder_2=CLIPTextModelWithProjection(_text_config(shape, tokenizers[1], "gelu")),
+        vae=bench_vae(shape),
+        text_encoder=CLIPTextModel(text_config(shape, tokenizers[0], "quick_gelu")),
+        text_encoder_2=CLIPTextModelWithProjection(text_config(shape, tokenizers[1], "gelu")),
         tokenizer=tokenizers[0],
         tokenizer_2=tokenizers[1],
         unet=_unet(shape),
@@ -178,8 +178,8 @@ def _pipeline(shape: BenchShape) -> Any:
 def _sd21_pipeline(shape: BenchShape) -> Any:
     tokenizer = CLIPTokenizer.from_pretrained(WEIGHTS / "tokenizer")
     return StableDiffusionPipeline(
-        vae=_vae(shape),
-        text_encoder=CLIPTextModel(_text_config(shape, tokenizer, "gelu")),
+        vae=bench_vae(shape),
+        text_encoder=CLIPTextModel(text_config(shape, tokenizer, "gelu")),
         tokenizer=tokenizer,
         unet=_sd21_unet(shape),
         scheduler=_scheduler(),
@@ -233,23 +233,24 @@ def _unet(shape: BenchShape) -> Any:
     return unet
 
 
-def _vae(shape: BenchShape) -> Any:
+def bench_vae(shape: BenchShape, **options: Any) -> Any:
+    """Return a random VAE. The options are arguments of AutoencoderKL beside those that the shape determines."""
     levels = {4: 3, 8: 4}[shape.latent_scale]
     vae = AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * levels,
         up_block_types=("UpDecoderBlock2D",) * levels,
         block_out_channels=(shape.vae_channels, *[2 * shape.vae_channels] * (levels - 1)),
         layers_per_block=1,
-        latent_channels=_LATENT_CHANNELS,
         norm_num_groups=_VAE_GROUPS,
         sample_size=shape.sample_size * shape.latent_scale,
-        scaling_factor=1.0,
+        **{"latent_channels": _LATENT_CHANNELS, "scaling_factor": 1.0, **options},
     )
     _give_output(vae.decoder.conv_out, std=_PICTURE_STD)
     return vae
 
 
-def _text_config(shape: BenchShape, tokenizer: CLIPTokenizer, activation: str) -> CLIPTextConfig:
+def text_config(shape: BenchShape, tokenizer: CLIPTokenizer, activation: str) -> CLIPTextConfig:
+    """Return the configuration of a text encoder."""
     return CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=shape.text_width,

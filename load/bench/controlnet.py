@@ -3,11 +3,13 @@
 The suite with one ControlNet against serial Diffusers. Worker and server have a core and a thread each, the reference
 has one; it runs the ControlNet first and then the UNet. The ideal follows from the parts' own times: the ControlNet
 runs while the encoder half does. Beside it stands what is left of it where both cores compute at once, as they share
-caches and memory.
+caches and memory. With `--topology sd3`, the ControlNet runs while the whole transformer does, each of whose blocks
+waits for one residual.
 
-Then the same over TCP behind a relay that is slowed down to where waiting for every step's residuals gains little,
-against steps that go on with those of the step before; and how often the embedded model's pictures follow their control
-images then. The mode is chosen by a profile and a slow link, and every picture's provenance has to name the one meant.
+Then, for SDXL, the same over TCP behind a relay that is slowed down to where waiting for every step's residuals gains
+little, against steps that go on with those of the step before; and how often the embedded model's pictures follow their
+control images then. The mode is chosen by a profile and a slow link, and every picture's provenance has to name the one
+meant.
 
 A run takes 15 minutes on two cores.
 """
@@ -20,7 +22,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -33,11 +34,13 @@ from bottega.miniature.scenes import caption
 from load.bench import miniature
 from load.bench.bench_model import BenchShape, write_bench_controlnet, write_bench_model, write_gradient
 from load.bench.controlnet_follow import CASES, Case, cases
-from load.bench.framework import GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, timed
+from load.bench.controlnet_parts import PARTS, measure_parts
+from load.bench.framework import GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet
 from load.bench.side_process import Answer, Side
 from load.bench.stock import Stock
 from load.bench.suites import check_apart, pinned, relayed, step_s, suite
 from load.bench.throttle import Throttle
+from load.bench.transformer_model import TransformerShape, write_transformer_controlnet, write_transformer_model
 
 # The encoder half of a guided step takes more than 100 ms with one thread.
 SHAPE = BenchShape(block_out_channels=(64, 128, 256), transformer_layers=(1, 4), sample_size=32)
@@ -45,7 +48,6 @@ WARM_UPS = 2
 # A step's residuals take about three times as long as its encoder half then.
 FOLLOW_BYTES_PER_S = 8e6
 _AT_ONCE, _LINK_WARM_UPS = 2, 3
-_PARTS = ("encoder_s", "decoder_s", "controlnet_s")
 BENCH = Bench(
     __file__,
     __doc__,
@@ -54,6 +56,7 @@ BENCH = Bench(
     Option("--rounds", 15, "of the parts alone", smallest=1),
     Option("--cases", CASES, "in which pictures shall follow; 0 leaves them out", smallest=1),
     Option("--only-near", False, "leave the slow link out"),
+    Option("--topology", "sdxl", "of the model; of sd3 only near", choices=("sdxl", "sd3")),
     Option("--slow-gain", 1.1, "what waiting for every step gains on the slow link"),
 )
 
@@ -61,10 +64,11 @@ BENCH = Bench(
 @BENCH.measure
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Measure the parts, both sides near each other, then the slow link."""
-    shape, model = SHAPE.for_run(smallest=options.smallest), folder / "model"
-    write_bench_model(model, shape)
-    net = write_bench_controlnet(model, folder / "net", shape, seed=1)
-    image = write_gradient(folder / "image.png", shape)
+    model, only_near = folder / "model", options.only_near or options.topology == "sd3"
+    net, side = _write(options, model, folder / "net")
+    image = write_gradient(folder / "image.png", side)
+    if options.topology == "sd3":
+        sheet.bench = "controlnet-sd3"
     requests = _Requests(model, net, image, options)
     with pinned(0):
         reference = Side(serial, threads=1, model=model, net=net)
@@ -74,14 +78,25 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
             other = Side(serial, threads=1, model=model, net=net)
         with other, ThreadPoolExecutor(2) as pool:
             both = list(pool.map(lambda side: side.ask(rounds=options.rounds), (reference, other)))
-        values |= {f"{name.removesuffix('_s')}_beside_s": mean(parts[name] for parts in both) for name in _PARTS}
+        values |= {f"{name.removesuffix('_s')}_beside_s": mean(parts[name] for parts in both) for name in PARTS}
         values |= requests.near(folder / "memfd", reference)
-        if not options.only_near:
+        if not only_near:
             values |= requests.far(folder / "tcp", values["serial_step_s"])
         values |= {f"{name}_again": seconds for name, seconds in reference.ask(rounds=options.rounds).items()}
-    if options.cases and not options.only_near:
+    if options.cases and not only_near:
         values |= _follow(folder / "follow", options.cases)
     _fill(sheet, values, options)
+
+
+def _write(options: argparse.Namespace, model: Path, net: Path) -> tuple[Path, int]:
+    """Write the model and a ControlNet; return the ControlNet's folder and the pixels a side of a picture."""
+    if options.topology == "sd3":
+        transformer = TransformerShape().for_run(smallest=options.smallest)
+        write_transformer_model(model, transformer)
+        return write_transformer_controlnet(net, transformer, seed=1), transformer.side
+    shape = SHAPE.for_run(smallest=options.smallest)
+    write_bench_model(model, shape)
+    return write_bench_controlnet(model, net, shape, seed=1), shape.side
 
 
 @contextmanager
@@ -190,63 +205,10 @@ def serial(*, model: str, net: str) -> Answer:
 
     def answer(*, rounds: int = 0, image: str = "", seed: int = 0, steps: int = 0) -> Mapping[str, float]:
         if rounds:
-            return _parts(stock.pipeline, net, rounds)
+            return measure_parts(stock.pipeline, net, rounds)
         return stock.draw(prompts=[PROMPT], seeds=[seed], steps=steps, nets=[net], images=[[image]])
 
     return answer
-
-
-def _parts(pipeline: Any, folder: str, rounds: int) -> dict[str, float]:
-    """Measure each part by itself, in turns; the ControlNet without what is the same at every step."""
-    import torch
-    from diffusers import ControlNetModel
-
-    from bottega.model.backbone import Inputs, UNetBackbone
-
-    unet = pipeline.unet
-    net: Any = ControlNetModel.from_pretrained(folder, use_safetensors=True, torch_dtype=torch.float32)
-    backbone = UNetBackbone(unet)
-    half = next(index for index, block in enumerate(backbone.blocks) if block.needs)
-    side, tokens = unet.config.sample_size, pipeline.tokenizer.model_max_length
-    inputs = Inputs(
-        sample=torch.randn(2, unet.config.in_channels, side, side),
-        timestep=torch.tensor([500.0, 500.0]),
-        prompt_embeds=torch.randn(2, tokens, unet.config.cross_attention_dim),
-        added={
-            "text_embeds": torch.randn(2, pipeline.text_encoder_2.config.projection_dim),
-            "time_ids": torch.zeros(2, 6),
-        },
-    )
-    net.controlnet_cond_embedding = torch.nn.Identity()
-    controlled = partial(
-        net,
-        inputs.sample,
-        inputs.timestep,
-        encoder_hidden_states=inputs.prompt_embeds,
-        controlnet_cond=torch.zeros(2, net.config.block_out_channels[0], side, side),
-        added_cond_kwargs=dict(inputs.added),
-        return_dict=False,
-    )
-
-    def encoded() -> Any:
-        activations = backbone.begin(inputs)
-        for block in backbone.blocks[:half]:
-            block.run(activations)
-        return activations
-
-    def decoded(activations: Any) -> Any:
-        for block in backbone.blocks[half:]:
-            block.run(activations)
-        return backbone.finish(activations)
-
-    taken: dict[str, list[float]] = {name: [] for name in _PARTS}
-    with torch.inference_mode():
-        for _ in range(rounds):
-            activations, seconds = timed(encoded)
-            taken["encoder_s"].append(seconds)
-            taken["decoder_s"].append(timed(partial(decoded, activations))[1])
-            taken["controlnet_s"].append(timed(controlled)[1])
-    return {name: median(seconds) for name, seconds in taken.items()}
 
 
 def _follow(folder: Path, count: int) -> Mapping[str, float]:
@@ -302,7 +264,7 @@ def _share(asked: Sequence[Case], pictures: Sequence[Picture], *, stale: bool) -
 
 
 def _fill(sheet: Sheet, values: Mapping[str, float], options: argparse.Namespace) -> None:
-    encoder_s, decoder_s, controlnet_s = ((values[name] + values[f"{name}_again"]) / 2 for name in _PARTS)
+    encoder_s, decoder_s, controlnet_s = ((values[name] + values[f"{name}_again"]) / 2 for name in PARTS)
     speedup = values["serial_step_s"] / values["suite_step_s"]
     ideal = values["serial_step_s"] / (max(encoder_s, controlnet_s) + decoder_s)
     sheet.values |= {
@@ -311,16 +273,19 @@ def _fill(sheet: Sheet, values: Mapping[str, float], options: argparse.Namespace
         if name.endswith("_s") and not name.endswith("_per_s")
     }
     # As the ideal has them: not what was measured before everything else alone.
-    sheet.figure("encoder half alone", encoder_s * 1e3, "{:.0f} ms", key="encoder_ms", bar="100 ms or more")
+    of_unet = options.topology == "sdxl"
+    half = "encoder half" if of_unet else "transformer"
+    sheet.figure(f"{half} alone", encoder_s * 1e3, "{:.0f} ms", key="encoder_ms", bar="100 ms or more")
     sheet.figure("ControlNet alone", controlnet_s * 1e3, "{:.0f} ms", key="controlnet_ms")
-    sheet.figure("decoder half alone", decoder_s * 1e3, "{:.0f} ms", key="decoder_ms")
+    if of_unet:
+        sheet.figure("decoder half alone", decoder_s * 1e3, "{:.0f} ms", key="decoder_ms")
     sheet.row("a step, serial Diffusers on one core", f"{values['serial_step_s'] * 1e3:.0f} ms")
     sheet.row("a step, suite on two", f"{values['suite_step_s'] * 1e3:.0f} ms")
     sheet.figure("serial over suite", speedup, "{:.3f}", key="speedup")
     sheet.figure("serial over the parts side by side", ideal, "{:.3f}", key="ideal")
-    bar = "at least 0.95"
+    bar = "at least 0.95" if of_unet else "at least 0.93"
     sheet.figure("of the ideal", speedup / ideal, "{:.3f}", key="achieved_over_ideal", bar=bar)
-    sheet.row("encoder half, both cores computing", f"{values['encoder_beside_s'] * 1e3:.0f} ms")
+    sheet.row(f"{half}, both cores computing", f"{values['encoder_beside_s'] * 1e3:.0f} ms")
     sheet.row("ControlNet, both cores computing", f"{values['controlnet_beside_s'] * 1e3:.0f} ms")
     beside_s = max(values["encoder_beside_s"], values["controlnet_beside_s"]) + decoder_s
     what, key = "of the ideal of these", "achieved_over_ideal_beside"

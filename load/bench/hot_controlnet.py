@@ -55,7 +55,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     shape, model = SHAPE.for_run(smallest=options.smallest), folder / "model"
     write_bench_model(model, shape)
     net = write_bench_controlnet(model, folder / "net", shape, seed=1)
-    pictures = _Pictures(write_gradient(folder / "image.png", shape), options)
+    pictures = _Pictures(write_gradient(folder / "image.png", shape.side), options)
     with _running(folder / "one", model, net, second_bytes=_NO_ROOM) as one:
         pictures.draw_some(one)
         per_s = pictures.capacity_per_s(one)

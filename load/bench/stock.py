@@ -118,7 +118,7 @@ class Stock:
         if nets:
             options = {
                 # Lists of images would be taken for one picture alone.
-                "image": [_pixels(of_net) for of_net in images],
+                "image" if hasattr(pipeline, "unet") else "control_image": [_pixels(of_net) for of_net in images],
                 "controlnet_conditioning_scale": [net_scale] * len(nets),
             }
         if boxes:
@@ -169,16 +169,19 @@ class Stock:
         return self._sibling(getattr(diffusers, name))
 
     def _with_controlnets(self, folders: Sequence[str], *, cold: bool) -> Any:
-        from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
+        import diffusers
 
         if not folders:
             return self.pipeline
+        series = ("", "XL") if hasattr(self.pipeline, "unet") else ("SD3", "3")
+        network = getattr(diffusers, f"{series[0]}ControlNetModel")
         for folder in folders:
             if cold or folder not in self._nets:
-                self._nets[folder] = ControlNetModel.from_pretrained(
+                self._nets[folder] = network.from_pretrained(
                     folder, use_safetensors=True, torch_dtype=self.pipeline.dtype
                 )
-        return self._sibling(StableDiffusionXLControlNetPipeline, controlnet=[self._nets[folder] for folder in folders])
+        kind = getattr(diffusers, f"StableDiffusion{series[1]}ControlNetPipeline")
+        return self._sibling(kind, controlnet=[self._nets[folder] for folder in folders])
 
     def _sibling(self, kind: Any, **parts: Any) -> Any:
         """Return a pipeline of another kind over the same networks."""

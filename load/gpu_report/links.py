@@ -11,7 +11,7 @@ import torch
 from bottega.addons.controlnets.engine.messages import residuals_layout
 from bottega.device_links.devices import device_links
 from bottega.model.weights import DTYPES
-from bottega.model_files.controlnet_folder import read_base_layout
+from bottega.model_files.control_layout import read_base_layout
 from bottega.transport import Backend, Deadline
 from load.bench.framework import scratch
 from load.gpu_report.controlnets import GROUP

@@ -17,7 +17,9 @@ from google.protobuf import json_format
 from bottega.addons.controlnets.engine.messages import (
     ControlMessageKind,
     ControlStep,
+    OpenedSession,
     Refusal,
+    opened_message,
     read_opening,
     read_step,
     refused_message,
@@ -50,7 +52,7 @@ class Script:
 
     dies_at_step: of all sessions, from 1, after so many points and seconds; 0 never. silent_at_step: says nothing
     from then on. hangs_at_step: answers no steps from then on, and everything else.
-    lies: sends this in place of the first answer.
+    lies: sends this in place of the first answer. opens_others: opens more sessions than it was asked for.
     """
 
     refuses_loans: BottegaError | None = None
@@ -61,12 +63,13 @@ class Script:
     silent_at_step: int = 0
     hangs_at_step: int = 0
     lies: Callable[[int], WholeMessage] | None = None
+    opens_others: bool = False
 
 
 class ScriptedServer(OffersAtOnce):
     """One server; an OfferSource for whoever connects to it. shapes: of the residuals, by point, which are all 0."""
 
-    def __init__(self, name: str, folder: Path, script: Script, shapes: tuple[tuple[int, int, int], ...]) -> None:
+    def __init__(self, name: str, folder: Path, script: Script, shapes: tuple[tuple[int, ...], ...]) -> None:
         super().__init__()
         self.server = ControlServer(name=name, address=name)
         self.steps = 0
@@ -103,15 +106,17 @@ class ScriptedServer(OffersAtOnce):
                 return
             match ControlMessageKind(kind):
                 case ControlMessageKind.OPEN:
-                    self._open(link, read_opening(layout, views).lease)
+                    opening = read_opening(layout, views)
+                    self._open(link, opening.lease, len(opening.sessions))
                 case ControlMessageKind.STEP:
                     self._step(link, read_step(layout, views))
 
-    def _open(self, link: Link, lease: int) -> None:
+    def _open(self, link: Link, lease: int, sessions: int) -> None:
         if self._script.refuses_loans is not None:
             send(link, refused_message(Refusal(lease=lease, error=_packed(self._script.refuses_loans))))
         else:
-            send(link, number_message(ControlMessageKind.OPENED, lease))
+            count = sessions + self._script.opens_others
+            send(link, opened_message(lease, [OpenedSession(residuals=len(self._shapes))] * count))
 
     def _step(self, link: Link, step: ControlStep) -> None:
         self.steps += 1

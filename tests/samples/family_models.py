@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest.mock import patch
 
 import diffusers
 import PIL.Image
@@ -25,6 +27,7 @@ from diffusers import (
     StableDiffusion3Pipeline,
     UNet2DConditionModel,
 )
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
@@ -40,6 +43,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
 from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import stock_options
+from tests.samples.sd3_controlnets import SD3_CONTROLNETS, SD3_SHAPE, added_residuals, sd3_controlnet
 from tests.support.shared_folders import written_once
 from tests.support.stock import Reference, pixels_of, said
 
@@ -78,9 +82,8 @@ _UNETS: Mapping[str, Mapping[str, Any]] = {
     "SDXL LCM": {**_SDXL, "time_cond_proj_dim": 16},
     "SD 2 inpainting": {**_SD, "attention_head_dim": (2, 4), "use_linear_projection": True, "in_channels": 9},
 }
-_T5_WIDTH = 96
-# The pipelines for inpainting take no other number.
-_CHANNELS = 16
+_T5_WIDTH: int = SD3_SHAPE["joint_attention_dim"]
+_CHANNELS: int = SD3_SHAPE["in_channels"]
 # The sizes of pictures in tokens between which the schedules of SD 3.5 and Flux dev change.
 _SHIFTS: Mapping[str, Any] = {"use_dynamic_shifting": True, "base_image_seq_len": 8, "max_image_seq_len": 64}
 # Of the transformer. The models differ as SD3 without T5, SD3 medium and SD3.5 do.
@@ -111,7 +114,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "edit with masked blocks": _NOT_INPAINTING & _UNET_KINDS,
     "mixed batch": frozenset(FAMILIES),
     "LoRA": frozenset(FAMILIES) - frozenset(_FLUX),
-    "two ControlNets on servers": _UNET_KINDS,
+    "two ControlNets on servers": frozenset(FAMILIES) - frozenset(_FLUX),
     "resume on another worker": frozenset(FAMILIES),
     "pair of workers": frozenset(FAMILIES) - _ONE_ROW,
     "cached start": _NOT_INPAINTING,
@@ -177,10 +180,12 @@ def family_model(family: str) -> Path:
 
 
 @functools.cache
-def control_networks(family: str) -> Sequence[ControlNetModel]:
+def control_networks(family: str) -> Sequence[Any]:
     """Return two random ControlNets for a family. They read neither a mask nor the guidance scale."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(77)
+        if family in _TRANSFORMERS:
+            return [sd3_controlnet(**SD3_CONTROLNETS[family]) for _ in range(2)]
         unet = _unet({**_UNETS[family], "in_channels": 4, "time_cond_proj_dim": None, "mid_block_type": _MIDDLE})
         return [_controlnet(unet) for _ in range(2)]
 
@@ -200,12 +205,16 @@ class FamilyStock:
         *,
         image: PIL.Image.Image | None = None,
         mask: PIL.Image.Image | None = None,
-        networks: Sequence[ControlNetModel] = (),
+        networks: Sequence[Any] = (),
         control_images: Sequence[Tensor] = (),
         after_step: Callable[[int, Tensor], Tensor] = lambda _step, latent: latent,
         conditions: Mapping[str, Tensor] = MappingProxyType({}),
+        by_hand: bool = False,
     ) -> Reference:
         """Return the finished latent of a spec, and its picture.
+
+        Diffusers has no pipeline that draws from a picture, or with dynamic shifts, with ControlNets for SD 3. Its
+        plain pipelines then get the residuals of its ControlNets.
 
         Args:
             spec: The spec.
@@ -215,11 +224,15 @@ class FamilyStock:
             control_images: Their images.
             after_step: Called with the index of each step and the latent after it; returns that with which it goes on.
             conditions: Arguments with embeddings, which take the place of the prompts.
+            by_hand: Whether ControlNets for SD 3 are used so although Diffusers has a pipeline for them.
         """
+        if networks and self.family in _TRANSFORMERS and (by_hand or image is not None or self.family == "SD 3.5"):
+            with added_residuals(self.text, spec, networks, control_images):
+                return self.reference(spec, image=image, mask=mask, after_step=after_step)
         kind = ("ControlNet" if networks else "") + ("Inpaint" if mask else "Img2Img" if image else "")
         parts = dict(self.text.components) | {"scheduler": _sampler(spec, self.text.scheduler.config)}
         if networks:
-            parts["controlnet"] = list(networks)
+            parts["controlnet"] = list(networks) if len(networks) > 1 else networks[0]
         config = {"force_zeros_for_empty_prompt": True} if is_sdxl(self.family) else {}
         pipeline = self._kind(kind)(**parts, **{k: v for k, v in self._extra.items() if k not in parts}, **config)
         pipeline.set_progress_bar_config(disable=True)
@@ -229,8 +242,10 @@ class FamilyStock:
         if networks:
             asked.pop("guidance_rescale", None)
             asked |= stock_options(spec.controlnets, control_images)
-            if mask is not None:
+            if mask is not None or self.family in _TRANSFORMERS:
                 asked["control_image"] = asked.pop("image")
+            if self.family in _TRANSFORMERS:
+                del asked["guess_mode"]
         if kind == "" or mask is not None or networks or self.family in _FLUX:
             asked |= {"width": spec.width, "height": spec.height}
         if image is not None:
@@ -245,7 +260,10 @@ class FamilyStock:
             return {"latents": self._packed(latents[-1])}
 
         generator = torch.Generator("cpu").manual_seed(spec.seed)
-        out = pipeline(**asked, generator=generator, callback_on_step_end=end)
+        # Diffusers draws the latents of control images for SD 3 with its global generator; ours are their mean.
+        mean = patch.object(DiagonalGaussianDistribution, "sample", DiagonalGaussianDistribution.mode)
+        with mean if networks and self.family in _TRANSFORMERS else nullcontext():
+            out = pipeline(**asked, generator=generator, callback_on_step_end=end)
         return Reference(latent=latents[-1], pixels=pixels_of(out.images[0]))
 
     def latent(self, spec: ResolvedSpec, **options: Any) -> Tensor:
@@ -326,19 +344,7 @@ def _pipeline(family: str) -> Any:
 
 
 def _sd3_pipeline(family: str, tokenizers: Sequence[CLIPTokenizer]) -> StableDiffusion3Pipeline:
-    transformer = SD3Transformer2DModel(
-        sample_size=SIZE // 4,
-        in_channels=_CHANNELS,
-        out_channels=_CHANNELS,
-        num_layers=3,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        joint_attention_dim=_T5_WIDTH,
-        caption_projection_dim=32,
-        pooled_projection_dim=2 * _TEXT,
-        pos_embed_max_size=12,
-        **_TRANSFORMERS[family],
-    )
+    transformer = SD3Transformer2DModel(**{**SD3_SHAPE, "num_layers": 3, **_TRANSFORMERS[family]})
     encoders = [
         CLIPTextModelWithProjection(_text_config(tokenizer, activation))
         for tokenizer, activation in zip(tokenizers, ("quick_gelu", "gelu"), strict=True)

@@ -51,7 +51,7 @@ def make_engine(
             timeout_s=LORA_TIMEOUT_S,
             clock=clock,
         ),
-        EngineControlNets(controlnets),
+        EngineControlNets(controlnets, model),
     )
     return Engine(model, limits, addons=(*ours, *addons), peer=peer, heartbeat=heartbeat, clock=clock)
 

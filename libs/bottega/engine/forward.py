@@ -84,8 +84,12 @@ class ResidualProvider(Protocol):
 # A server that is dead or computes nothing is noticed sooner, over its link. Shorter than stall_s, the time without a
 # turn after which an engine counts as hung.
 RESIDUAL_TIMEOUT_S = 90.0
-# How long it waits at a later block for rows whose first residuals were in time. Their residuals are on their way, or
-# their ControlNet has died, and the other rows should not pay for that with more than a turn or two.
+# How long it waits at the first block if that is the second one of the network, as in a transformer: nothing has hidden
+# the ControlNet's first block by then, but its residual comes after about a block's time.
+FIRST_RESIDUAL_S = 0.05
+# How long it waits at all later blocks together for rows whose first residuals were in time, while other rows could go
+# on. Their residuals are on their way, or their ControlNet has died, and the other rows should not pay for that with
+# more than a turn or two.
 STRAGGLER_S = 0.5
 
 
@@ -200,6 +204,9 @@ class Forward:
         self._shared = owners - {None} if len(owners) > 1 else set()
         """See `Prediction.shared`."""
         self._clock = ForwardClock(self._device)
+        blocks = self._backbone.blocks
+        self._patience_s = FIRST_RESIDUAL_S if len(blocks) > 1 and blocks[1].needs else 0.0
+        """For how long late rows may still hold up others."""
 
     def run(self) -> Prediction:
         """Run the forward pass. Raise Unavailable if residuals do not come within RESIDUAL_TIMEOUT_S."""
@@ -226,14 +233,13 @@ class Forward:
 
     def _run_blocks(self, activations: Activations) -> Tensor:
         """Return the prediction [rows, channels, height, width] for the rows that have not left."""
-        patience_s = 0.0
-        controlled = any(row.controls for row in self._group)
+        controlled, first = any(row.controls for row in self._group), True
         self._clock.blocks_begin()
         for block in self._backbone.blocks:
             if block.needs and controlled:
                 self._clock.residuals_needed()
-                self._late |= self._wait_for_residuals(block.needs, patience_s)
-                patience_s = STRAGGLER_S
+                self._late |= self._wait_for_residuals(block.needs)
+                self._patience_s, first = STRAGGLER_S if first else self._patience_s, False
                 if all(row.owner in self._late for row in self._group if row.owner is not None):
                     return activations.hidden  # No row is left to go on for.
                 if self._late and not self._network.fixed_rows:
@@ -243,10 +249,10 @@ class Forward:
             block.run(activations)
         return self._backbone.finish(activations)
 
-    def _wait_for_residuals(self, points: tuple[int, ...], patience_s: float) -> set[Hashable]:
-        """Return the owners with a row that is late after `patience_s`, or whose sender of residuals has failed.
+    def _wait_for_residuals(self, points: tuple[int, ...]) -> set[Hashable]:
+        """Return the owners with a row that is late, or whose sender of residuals has failed.
 
-        The wait is longer only while all owners would be late.
+        Where all owners would be late, it waits for one of them; else while `_patience_s` lasts.
         """
         provider = self._network.residual_provider
         owners = {row.owner for row in self._group if row.owner is not None} - self._late
@@ -256,14 +262,17 @@ class Forward:
             void = {row.owner for row in controlled if provider.is_void(row)}
             missing = [row for row in controlled if row.owner not in void and not provider.ready(row, points)]
             late = {row.owner for row in missing}
-            waited_s = time.monotonic() - began_s
-            left_s = (RESIDUAL_TIMEOUT_S if late == owners - void else patience_s) - waited_s
-            if not late or (left_s <= 0 and late != owners - void):
+            holds_up = late != owners - void
+            waits_s = time.monotonic()
+            left_s = self._patience_s if holds_up else RESIDUAL_TIMEOUT_S - (waits_s - began_s)
+            if not late or (left_s <= 0 and holds_up):
                 return late | void
             if left_s <= 0:
                 raise Unavailable(f"no ControlNet answered within {RESIDUAL_TIMEOUT_S:g} s")
             with self._clock.waiting():
                 provider.wait(missing, points, left_s)
+            if holds_up:
+                self._patience_s -= time.monotonic() - waits_s
 
     def _drop_late_rows(self, activations: Activations) -> None:
         kept = [index for index, row in enumerate(self._group) if row.owner not in self._late]

@@ -65,8 +65,10 @@ def check_drawable(spec: ResolvedSpec, limits: EngineLimits, model: Model) -> No
         )
     area = (spec.width // model.latent_scale) * (spec.height // model.latent_scale)
     at_once = model.decoded_area(area)
-    if spec.strength is not None and model.device.type == "cpu":
-        # The source is encoded in one piece. That takes less memory than decoding, but a CPU's allocator never fails.
+    encodes = spec.strength is not None or (bool(spec.controlnets) and model.unet is None)
+    if encodes and model.device.type == "cpu":
+        # The source, or the control image of a transformer, is encoded in one piece. That takes less memory than
+        # decoding, but a CPU's allocator never fails.
         at_once = area
     model.memory.check_picture(spec.width, spec.height, area=area, decoded_area=at_once)
 
@@ -102,13 +104,12 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
         spec.true_cfg_scale, taken=model.family.takes_true_cfg, has_negative=spec.negative_prompt is not None
     )
     yield from _adapters_not_of_family(spec, model)
+    yield from _uncontrolled(spec, model)
     if len(model.text_encoders) == 1:
         for name in ("prompt_2", "negative_prompt_2"):
             if getattr(spec, name):
                 what = f"must be empty: {model.family.name} has one text encoder"
                 yield Violation(field=f"spec.{name}", description=what)
-    if spec.strength is not None and spec.edit is None and spec.controlnets and model.family.strength_keeps_steps:
-        yield Violation(field="spec.controlnets", description=rules.NO_CONTROLNETS)
     if model.image_channels and spec.edit is None:
         yield Violation(
             field="spec.mask_image", description="must be set: this is an inpainting model, which only edits pictures"
@@ -124,9 +125,19 @@ def _adapters_not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violat
         names = ", ".join(embedding.name for embedding in spec.embeddings)
         what = f"must have no embedding ({names}): {model.family.name} reads none, as in Diffusers; use a LoRA"
         yield Violation(field="spec.loras", description=what)
+
+
+def _uncontrolled(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
+    """Yield a violation for each use of ControlNets that the model's kind does not have."""
     if not model.family.takes_controlnets and spec.controlnets:
         what = f"must be empty: ControlNets for {model.family.name} are not served yet"
         yield Violation(field="spec.controlnets", description=what)
+    if spec.strength is not None and spec.edit is None and spec.controlnets and model.family.strength_keeps_steps:
+        yield Violation(field="spec.controlnets", description=rules.NO_CONTROLNETS)
+    for index, control in enumerate(spec.controlnets):
+        if control.guess_mode and model.unet is None:
+            what = f"must be false: there is no guess mode for {model.family.name}"
+            yield Violation(field=f"spec.controlnets[{index}].guess_mode", description=what)
 
 
 def _unreadable(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:

@@ -254,12 +254,24 @@ class Sd3Backbone:
     def begin(self, inputs: Inputs) -> Activations:
         network = self.network
         return Activations(
-            # Contiguous, as in the network's forward: the last bits of a sum depend on the memory layout.
-            hidden=network.pos_embed(inputs.sample).contiguous(),
+            hidden=self.tokens(inputs.sample),
             embedding=network.time_text_embed(inputs.timestep, inputs.added[POOLED]),
             context=network.context_embedder(inputs.prompt_embeds),
             size=(inputs.sample.shape[-2], inputs.sample.shape[-1]),
         )
+
+    def residual_at(self, point: int, count: int) -> int:
+        """Return the index of the residual of a ControlNet with `count` residuals that is added at a point.
+
+        A residual serves several blocks if the ControlNet has fewer. Source: SD3Transformer2DModel.forward.
+        """
+        return int(point / (len(self.blocks) / count))
+
+    def tokens(self, sample: Tensor) -> Tensor:
+        """Return latents [rows, channels, height, width] as the embedded tokens that the first block reads."""
+        # Contiguous, as in the network's forward: the last bits of a sum depend on the memory layout.
+        embedded: Tensor = self.network.pos_embed(sample).contiguous()
+        return embedded
 
     def finish(self, activations: Activations) -> Tensor:
         network = self.network
@@ -276,7 +288,8 @@ class Sd3Backbone:
         block = self.network.transformer_blocks[index]
 
         def run(activations: Activations) -> None:
-            activations.points.pop(index - 1, None)
+            # Not `hidden`, which is another tensor after `select`.
+            activations.hidden = activations.points.pop(index - 1, activations.hidden)
             context, activations.hidden = block(
                 hidden_states=activations.hidden,
                 encoder_hidden_states=activations.context,

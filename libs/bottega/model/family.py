@@ -274,7 +274,6 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             states=_sd3_states,
             prompt_tokens={"text_encoder_3": _T5_TOKENS},
             weighs_words=False,
-            takes_controlnets=False,
             states_from_end=2,
             join=partial(_join_sd3, width=4096),
             picture_conditions=lambda _height, _width: {},

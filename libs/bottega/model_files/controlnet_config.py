@@ -19,6 +19,7 @@ from bottega.errors import InvalidRequest, Violation
 from bottega.model_files.field_rules import NULL, OFF, FieldRule, broken_fields, only
 from bottega.model_files.unet_rules import TIME_IDS
 from bottega.plain_text import excerpt
+from bottega.rules import MAX_SIDE
 
 FILE = "config.json"
 # Real files have 2 KB.
@@ -34,8 +35,14 @@ _NOT_IMPLEMENTED = (
     FieldRule(
         name="_class_name",
         default="ControlNetModel",
-        values=only("ControlNetModel", "ControlNetUnionModel"),
+        values=only("ControlNetModel", "ControlNetUnionModel", "SD3ControlNetModel"),
         why="it is another kind of network",
+    ),
+    FieldRule(
+        name="extra_conditioning_channels",
+        default=0,
+        values=only(0, None),
+        why="it is for inpainting, and reads a mask beside its image",
     ),
     FieldRule(name="conditioning_channels", default=3, values=only(3), why="its control images are not RGB"),
     FieldRule(name="class_embed_type", default=None, values=NULL, why=_LABELS),
@@ -49,7 +56,8 @@ _NOT_IMPLEMENTED = (
 
 # Bounds are several times SDXL's values.
 _Channels = Annotated[int, Field(ge=1, le=8192)]
-_Width = Annotated[int, Field(ge=1, le=65_536)]
+_MAX_WIDTH = 65_536
+_Width = Annotated[int, Field(ge=1, le=_MAX_WIDTH)]
 _Layers = Annotated[int, Field(ge=1, le=16)]
 _Depth = Annotated[int, Field(ge=0, le=64)]
 _Heads = Annotated[int, Field(ge=1, le=1024)]
@@ -148,15 +156,59 @@ class UnionConfig(NetworkConfig):
         return self.num_control_type
 
 
-def _is_union(text: bytes) -> bool:
-    """Return whether a configuration is that of a union; some published ones call themselves ControlNetModel."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sd3NetworkConfig:
+    """The arguments of SD3ControlNetModel, with its names and defaults."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    sample_size: Annotated[int, Field(ge=1, le=MAX_SIDE)] = 128
+    patch_size: Annotated[int, Field(ge=1, le=16)] = 2
+    in_channels: Annotated[int, Field(ge=1, le=256)] = 16
+    num_layers: Annotated[int, Field(ge=1, le=_MAX_BLOCKS)] = 18
+    attention_head_dim: _Heads = 64
+    num_attention_heads: _Heads = 18
+    joint_attention_dim: _Width | None = 4096
+    """Width of the prompt's embeddings; None if the network does not read the prompt, as those of SD 3.5 Large."""
+    caption_projection_dim: _Width = 1152
+    pooled_projection_dim: _Width = 2048
+    out_channels: Annotated[int, Field(ge=1, le=256)] | None = 16
+    pos_embed_max_size: Annotated[int, Field(ge=1, le=1024)] | None = 96
+    dual_attention_layers: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=_MAX_BLOCKS)] = ()
+    qk_norm: Literal["rms_norm"] | None = None
+    pos_embed_type: Literal["sincos"] | None = "sincos"
+    use_pos_embed: bool = True
+    """Whether it embeds latents itself; if not, it reads them as the model's transformer embeds them."""
+    force_zeros_for_pooled_projection: bool = True
+    """Whether it reads zeros in place of the pooled prompt embeddings, and latents of its image without the shift."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Arguments for the network's class."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def modes(self) -> int:
+        """Number of control modes; there are no unions for Stable Diffusion 3."""
+        return 0
+
+
+AnyNetworkConfig = NetworkConfig | Sd3NetworkConfig
+"""The configuration of a ControlNet for a UNet, or for the transformer of Stable Diffusion 3."""
+
+
+def _adapter_of(text: bytes) -> TypeAdapter[AnyNetworkConfig]:
+    """Return what reads a configuration. Some published unions call themselves ControlNetModel."""
     try:
         fields = pydantic_core.from_json(text)
     except ValueError:
-        return False
+        return _CONFIG
     if not isinstance(fields, dict):
-        return False
-    return fields.get("_class_name") == "ControlNetUnionModel" or fields.get("num_control_type") is not None
+        return _CONFIG
+    if fields.get("_class_name") == "SD3ControlNetModel":
+        return _SD3
+    is_union = fields.get("_class_name") == "ControlNetUnionModel" or fields.get("num_control_type") is not None
+    return _UNION if is_union else _CONFIG
 
 
 def read_fields(text: bytes) -> Mapping[str, object]:
@@ -185,19 +237,38 @@ def not_served(fields: Mapping[str, object]) -> Iterator[str]:
         yield f"{FILE}: {sentence}"
 
 
-def read_network_config(text: bytes) -> NetworkConfig:
+def read_network_config(text: bytes) -> AnyNetworkConfig:
     """Return the checked contents of a config.json.
 
     Raises:
         InvalidRequest: Fields are out of bounds; the error names each.
     """
     try:
-        config = (_UNION if _is_union(text) else _CONFIG).validate_json(text)
+        config = _adapter_of(text).validate_json(text)
     except pydantic.ValidationError as error:
         raise _refused(_deepest(error)) from None
-    if broken := list(_broken(config)):
+    if broken := list(_broken_sd3(config) if isinstance(config, Sd3NetworkConfig) else _broken(config)):
         raise _refused(broken)
     return config
+
+
+def _broken_sd3(config: Sd3NetworkConfig) -> Iterator[tuple[str, str]]:
+    """Yield the name of a field and the broken rule, for each broken rule between fields."""
+    width = config.attention_head_dim * config.num_attention_heads
+    if width > _MAX_WIDTH:
+        yield "num_attention_heads", f"times attention_head_dim must be at most {_MAX_WIDTH}"
+    if config.joint_attention_dim is not None and config.caption_projection_dim != width:
+        yield "caption_projection_dim", f"must be {width}, attention_head_dim times num_attention_heads"
+    if width % 4:
+        yield "num_attention_heads", "times attention_head_dim must be a multiple of 4, for the embeddings of positions"
+    if any(layer >= config.num_layers for layer in config.dual_attention_layers):
+        yield "dual_attention_layers", f"must be below num_layers ({config.num_layers})"
+    if config.use_pos_embed and (config.pos_embed_type is None or config.pos_embed_max_size is None):
+        yield "pos_embed_type", "must be sincos, with a pos_embed_max_size, unless use_pos_embed is false"
+    if config.sample_size % config.patch_size:
+        yield "sample_size", f"must be a multiple of patch_size ({config.patch_size})"
+    elif (places := config.sample_size // config.patch_size) > (config.pos_embed_max_size or places):
+        yield "pos_embed_max_size", f"must be at least {places}, sample_size divided by patch_size"
 
 
 def _broken(config: NetworkConfig) -> Iterator[tuple[str, str]]:
@@ -273,5 +344,6 @@ _BY_LEVEL = (
     "num_attention_heads",
     "only_cross_attention",
 )
-_CONFIG: TypeAdapter[NetworkConfig] = TypeAdapter(NetworkConfig)
-_UNION: TypeAdapter[NetworkConfig] = TypeAdapter(UnionConfig)
+_CONFIG: TypeAdapter[AnyNetworkConfig] = TypeAdapter(NetworkConfig)
+_UNION: TypeAdapter[AnyNetworkConfig] = TypeAdapter(UnionConfig)
+_SD3: TypeAdapter[AnyNetworkConfig] = TypeAdapter(Sd3NetworkConfig)

@@ -216,22 +216,57 @@ def sd3_tensors(config: Mapping[str, Any]) -> Tensors:
     """Yield the names and shapes of the tensors of an SD3Transformer2DModel."""
     head = config["attention_head_dim"]
     width = head * config["num_attention_heads"]
-    patch, blocks, caption = config["patch_size"], config["num_layers"], config["caption_projection_dim"]
-    yield "pos_embed.pos_embed", (1, config["pos_embed_max_size"] ** 2, width)
-    yield "pos_embed.proj.weight", (width, config["in_channels"], patch, patch)
-    yield "pos_embed.proj.bias", (width,)
-    yield from _conditions(width, timestep=_TIME_FEATURES, text=config["pooled_projection_dim"])
-    yield from _linear("context_embedder", config["joint_attention_dim"], caption)
-    for number in range(blocks):
+    yield from _sd3_inputs(width, config)
+    for number in range(config["num_layers"]):
         yield from _joint_block(
             f"transformer_blocks.{number}",
             width,
             head if config["qk_norm"] else None,
-            is_last=number == blocks - 1,
+            is_last=number == config["num_layers"] - 1,
             is_dual=number in config["dual_attention_layers"],
         )
     yield from _linear("norm_out.linear", width, 2 * width)
-    yield from _linear("proj_out", width, patch**2 * config["out_channels"])
+    yield from _linear("proj_out", width, config["patch_size"] ** 2 * config["out_channels"])
+
+
+def sd3_controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
+    """Yield the names and shapes of the tensors of an SD3ControlNetModel."""
+    head = config["attention_head_dim"]
+    width = head * config["num_attention_heads"]
+    yield from _sd3_inputs(width, config)
+    yield from _patches("pos_embed_input", width, config)
+    for number in range(config["num_layers"]):
+        block, is_dual = f"transformer_blocks.{number}", number in config["dual_attention_layers"]
+        if config["joint_attention_dim"] is None:
+            yield from _single_block(block, width)
+        else:
+            yield from _joint_block(block, width, head if config["qk_norm"] else None, is_dual=is_dual)
+        yield from _linear(f"controlnet_blocks.{number}", width, width)
+
+
+def _sd3_inputs(width: int, config: Mapping[str, Any]) -> Tensors:
+    """Yield the tensors that embed latents, timesteps and prompts, as far as a network has them."""
+    if config.get("use_pos_embed", True):
+        yield "pos_embed.pos_embed", (1, config["pos_embed_max_size"] ** 2, width)
+        yield from _patches("pos_embed", width, config)
+    yield from _conditions(width, timestep=_TIME_FEATURES, text=config["pooled_projection_dim"])
+    if config["joint_attention_dim"] is not None:
+        yield from _linear("context_embedder", config["joint_attention_dim"], config["caption_projection_dim"])
+
+
+def _patches(name: str, width: int, config: Mapping[str, Any]) -> Tensors:
+    patch = config["patch_size"]
+    yield f"{name}.proj.weight", (width, config["in_channels"], patch, patch)
+    yield f"{name}.proj.bias", (width,)
+
+
+def _single_block(block: str, width: int) -> Tensors:
+    """Yield the tensors of a block in which the image attends to itself alone."""
+    yield from _linear(f"{block}.norm1.linear", width, 6 * width)
+    for name in ("to_q", "to_k", "to_v", "to_out.0"):
+        yield from _linear(f"{block}.attn.{name}", width, width)
+    yield from _linear(f"{block}.ff.net.0.proj", width, 4 * width)
+    yield from _linear(f"{block}.ff.net.2", 4 * width, width)
 
 
 def flux_tensors(config: Mapping[str, Any]) -> Tensors:

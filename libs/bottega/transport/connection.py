@@ -173,13 +173,18 @@ class Connection:
         """Send a whole message. Only the sending thread may call it. Raises the errors of Link.send."""
         link.send(message.layout, message.buffers, Deadline.after(self._settings.send_s), file=file)
 
-    def wait(self, incoming: Incoming, count: int) -> None:
-        """Wait for the first `count` tensors of a message. Raises LinkError."""
+    def wait(self, incoming: Incoming, count: int, *, silence_s: float = 0.0) -> None:
+        """Wait for the first `count` tensors of a message. Raises LinkError.
+
+        Args:
+            silence_s: How long the peer may be silent, if that is longer than usual: it cannot answer pings while it
+                computes the tensors of a message that it has begun.
+        """
         if self._settings.receive_s is not None:
             incoming.wait(count, Deadline.after(self._settings.receive_s))
         else:
             assert self._keepalive is not None, "a message has come"
-            self._keepalive.wait(incoming, count)
+            self._keepalive.wait(incoming, count, silence_s=silence_s)
 
     def wait_all(self, incoming: Incoming) -> list[memoryview]:
         """Wait for a whole message; return its tensors in host memory. Raises LinkError, ValueError."""
@@ -322,13 +327,17 @@ class Keepalive:
                 self._awake.every_s = self._rest_check_s if self._is_at_rest() else self._check_s
                 incoming = self._link.recv(Deadline.after(min(self._awake.every_s, self._left_s())))
             except DeadlineExceeded as error:
-                self._check_silence(error)
+                self._check_silence(error, self._silence_s)
             else:
                 self._last_s = self._awake()
                 return incoming
 
-    def wait(self, incoming: Incoming, count: int) -> None:
-        """Wait for the first `count` tensors of a message while bytes keep arriving. Raises the errors of `next`."""
+    def wait(self, incoming: Incoming, count: int, *, silence_s: float = 0.0) -> None:
+        """Wait for the first `count` tensors of a message while bytes keep arriving. Raises the errors of `next`.
+
+        Args:
+            silence_s: See `Connection.wait`.
+        """
         while True:
             filled = incoming.filled
             try:
@@ -336,7 +345,7 @@ class Keepalive:
                 break
             except DeadlineExceeded as error:
                 if incoming.filled == filled:
-                    self._check_silence(error)
+                    self._check_silence(error, max(silence_s, self._silence_s))
                 else:
                     self._last_s = self._awake()
         self._last_s = self._awake()
@@ -345,13 +354,13 @@ class Keepalive:
         """Return the seconds until the peer has been silent for too long, but at least the time of a usual check."""
         return max(self._check_s, self._silence_s - (self._awake() - self._last_s))
 
-    def _check_silence(self, error: DeadlineExceeded) -> None:
+    def _check_silence(self, error: DeadlineExceeded, silence_s: float) -> None:
         """Ping a quiet peer, or raise if it has been silent for too long."""
         if self._link.cause is not None:
             raise self._link.cause
         now_s = self._awake()
         quiet_s = now_s - self._last_s
-        if quiet_s > self._silence_s:
+        if quiet_s > silence_s:
             raise DeadlineExceeded(f"{self._peer} was silent for {quiet_s:.1f} s: stopped or unreachable") from error
         self._check()
         quiet_since_s = max(self._last_s, self._pinged_s)

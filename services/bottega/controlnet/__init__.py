@@ -13,11 +13,12 @@ IP-Adapter's image encoder or T2I-Adapter, can reuse this, and has to bring the 
 - A session begins with a picture and the conditions of both halves of guidance, and computes once what stays the same
   at every step: `ControlSession.embedded`. A kind that does not depend on latents does all of its work there.
 - A step is a set of batch rows for `BatchExecutor`. Rows with equal `StepRequest.key` share a forward pass, which is
-  `run_group`. It returns tensors by point and row at scale 1. Each row's own scales are applied when they are written
-  into the connection's buffer.
+  `stream_group`. It yields tensors of all rows, point by point, at scale 1. Each row's own scales are applied when they
+  are written into the connection's buffer.
 - An answer's tensors are sent in the order in which the base model needs them, and announced one by one
-  (worker_link.py). Their number and shapes follow from `ControlLayout.shapes`, which worker and server compute alike.
-  Another kind brings its own layout, and adds its points to the worker's backbone (`Block.needs`).
+  (worker_link.py): those of a transformer while its later blocks run. Their number and shapes follow from
+  `ControlLayout.shapes`, which worker and server compute alike. Another kind brings its own layout, and adds its points
+  to the worker's backbone (`Block.needs`).
 - Connections, leases, refusals, pings and failover (worker_link.py, and the worker's side) identify sessions, rows and
   layouts by number, whatever is computed.
 """

@@ -3,24 +3,27 @@
 Tenants share the device by seconds: a forward pass is led by the oldest step of the tenant that has used least for its
 weight (`bottega.fair_order`), so one tenant's many rows delay another's few by the running forward pass at most. Rows
 of one ControlNet and one shape share a forward pass, even if they come from different workers.
+
+Residuals of a transformer are handed out while the forward pass runs, one by one (`ResidualStream`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from bottega.addons.controlnets.engine import ControlRow, computes_one_session, run_group
-from bottega.device.device import Device
+from bottega.addons.controlnets.engine import ControlRow, computes_one_session, stream_group
+from bottega.device.device import Device, Event
 from bottega.device.devices import CpuDevice
 from bottega.device.memory_plan import MemoryPlan, is_out_of_memory
 from bottega.engine.errors import to_job_failure
-from bottega.errors import BottegaError
+from bottega.errors import BottegaError, DeadlineExceeded
 from bottega.fair_order import FairOrder, Share
 from bottega.planning import StepTimes
 
@@ -29,14 +32,75 @@ _MAX_TIMES = 1024
 _log = logging.getLogger(__name__)
 
 
+class ResidualStream:
+    """The residuals of a forward pass, which one thread computes and others wait for, at scale 1.
+
+    The first dimension of each is the row.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._residuals: dict[int, tuple[Tensor, Event | None]] = {}
+        self._error: BottegaError | None = None
+        self._began_s = self._ended_s = 0.0
+
+    @property
+    def by_point(self) -> Sequence[Tensor]:
+        """The residuals by index, after the forward pass has ended."""
+        return [self._residuals[point][0] for point in range(len(self._residuals))]
+
+    @property
+    def streamed_s(self) -> float:
+        """Seconds between the first residual and the last one so far."""
+        return self._ended_s - self._began_s
+
+    def add(self, point: int, residual: Tensor, computed: Event | None = None) -> None:
+        """Add a residual.
+
+        Args:
+            point: Its index.
+            residual: Of all rows.
+            computed: When the device has computed it; None if it has.
+        """
+        with self._changed:
+            self._ended_s = time.monotonic()
+            self._began_s = self._began_s or self._ended_s
+            self._residuals[point] = residual, computed
+            self._changed.notify_all()
+
+    def fail(self, error: BottegaError) -> None:
+        """Let all who wait raise an error, because no further residual comes."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    def wait(self, point: int, timeout_s: float) -> Tensor:
+        """Wait until a residual has been computed, and return it. Raise BottegaError if it never will be."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: point in self._residuals or self._error is not None, timeout_s):
+                raise DeadlineExceeded(f"residual {point} was not computed within {timeout_s:g} s")
+            if point not in self._residuals:
+                assert self._error is not None
+                raise self._error
+            residual, computed = self._residuals[point]
+        if computed is not None:
+            computed.wait()
+        return residual
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Residuals:
-    """The residuals of one batch row: index `place` of each [rows, channels, height, width] tensor, at scale 1."""
+    """The residuals of one batch row: index `place` of each tensor in `stream`."""
 
-    by_point: Sequence[Tensor]
+    stream: ResidualStream
     place: int
     shared: bool = False
     """Whether the row shared its forward pass with others (`computes_one_session`)."""
+
+    @property
+    def by_point(self) -> Sequence[Tensor]:
+        """The residuals of the forward pass by index, after it has ended. The first dimension is the row."""
+        return self.stream.by_point
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -45,7 +109,8 @@ class StepRequest:
 
     Args:
         owner: The connection that sent the step; see `drop_owner`.
-        done: Called once, in the compute thread, when every row has its residuals or the step has failed.
+        done: Called in the compute thread when every row has residuals, which may still be streamed, or with an error.
+            It is called again, with the error, if the forward pass fails after that.
         alone: Whether each of its sessions gets forward passes of its own, without padding.
     """
 
@@ -54,6 +119,8 @@ class StepRequest:
     done: Callable[[Sequence[Residuals] | BottegaError], None]
     residuals: dict[int, Residuals] = field(default_factory=dict)
     alone: bool = False
+    handed_out: bool = False
+    """Whether `done` was called."""
     retried: bool = False
     """Whether a shared forward pass has failed, so that the step is now computed without other steps."""
 
@@ -110,7 +177,8 @@ class BatchExecutor:
     def queued_rows(self) -> int:
         """Number of waiting rows, including those in the running forward pass."""
         with self._changed:
-            return sum(len(work.rows) - len(work.residuals) for work in self._waiting)
+            left = (len(work.rows) - (0 if work.handed_out else len(work.residuals)) for work in self._waiting)
+            return sum(left)
 
     def submit(self, work: StepRequest) -> None:
         """Queue a step."""
@@ -147,8 +215,9 @@ class BatchExecutor:
         try:
             self._run(group)
         except Exception as error:  # noqa: BLE001 - the boundary of a forward: the next one may succeed
-            if not self._splits(group, error):
-                self._retry_exclusively(group, error)
+            again = self._withdraw(group, error)
+            if again and not self._splits(again, error):
+                self._retry_exclusively(again, error)
             # An error that broke the GPU's context affects all later steps. This call raises it.
             self._device.synchronize()
 
@@ -188,7 +257,16 @@ class BatchExecutor:
         rows = [work.rows[index] for work, index in group]
         fixed_rows = 0 if group[0][0].alone else self._fixed_rows
         shared = not computes_one_session(rows) or len(rows) < fixed_rows
-        by_point = run_group(rows, fixed_rows=fixed_rows)
+        stream, streams = ResidualStream(), rows[0].session.net.streams
+        outcome = [Residuals(stream=stream, place=place, shared=shared) for place in range(len(group))]
+        try:
+            for point, residual in stream_group(rows, fixed_rows=fixed_rows):
+                stream.add(point, residual, self._device.record() if streams else None)
+                if streams:
+                    self._hand_out(group, outcome)
+        except Exception as error:
+            stream.fail(to_job_failure(error))
+            raise
         done = self._device.record()
         # Wait for this forward pass only, not for running loads and answers.
         done.wait()
@@ -201,19 +279,40 @@ class BatchExecutor:
         for work, index in group:
             share = work.rows[index].session.share
             self._order.charge(share.tenant, cost=seconds / len(group), weight=share.weight)
-        for place, (work, index) in enumerate(group):
-            work.residuals[index] = Residuals(by_point=by_point, place=place, shared=shared)
-        for work in dict.fromkeys(work for work, _ in group):
+        self._hand_out(group, outcome)
+        with self._changed:
+            self._waiting = deque(work for work in self._waiting if not work.handed_out)
+
+    def _hand_out(self, group: Sequence[tuple[StepRequest, int]], outcome: Sequence[Residuals]) -> None:
+        """Give the rows of a forward pass their residuals, and call `done` of steps all of whose rows have them."""
+        for (work, index), residuals in zip(group, outcome, strict=True):
+            work.residuals[index] = residuals
+        with self._changed:
+            waiting = set(map(id, self._waiting))  # the connections of others have ended
+        for work in dict.fromkeys(work for work, _ in group if id(work) in waiting and not work.handed_out):
             if len(work.residuals) == len(work.rows):
-                self._end(work, [work.residuals[index] for index in range(len(work.rows))])
+                work.handed_out = True
+                work.done([work.residuals[index] for index in range(len(work.rows))])
+
+    def _withdraw(
+        self, group: Sequence[tuple[StepRequest, int]], error: Exception
+    ) -> Sequence[tuple[StepRequest, int]]:
+        """Take back the residuals of a forward pass that failed, and return the rows that can be computed again.
+
+        Steps that were handed out fail, because their residuals were being sent.
+        """
+        for work, index in group:
+            work.residuals.pop(index, None)
+        for work in dict.fromkeys(work for work, _ in group if work.handed_out):
+            self._end(work, to_job_failure(error))
+        return [(work, index) for work, index in group if not work.handed_out]
 
     def _note_time(self, row: ControlRow, rows: int, seconds: float) -> None:
         name = row.session.net.name
         times = self.times[name] = self.times.pop(name) if name in self.times else StepTimes()  # moved to the end
         if len(self.times) > _MAX_TIMES:
             del self.times[next(iter(self.times))]
-        _, height, width = row.sample.shape
-        times.observe((height, width), rows, seconds)
+        times.observe(row.session.latent_size, rows, seconds)
 
     def _max_rows_with(self, row: ControlRow) -> int:
         """Return the largest number of rows that a forward pass with this row may have."""
@@ -238,14 +337,14 @@ class BatchExecutor:
             return
         self._end(works[0], to_job_failure(error))
 
-    def _end(self, work: StepRequest, outcome: Sequence[Residuals] | BottegaError) -> None:
+    def _end(self, work: StepRequest, error: BottegaError) -> None:
         with self._changed:
             if work not in self._waiting:
                 return  # its connection has ended
             self._waiting.remove(work)
-        work.done(outcome)
+        work.done(error)
 
 
 def _area(row: ControlRow) -> int:
-    _, height, width = row.sample.shape
-    return int(height * width)
+    height, width = row.session.latent_size
+    return height * width

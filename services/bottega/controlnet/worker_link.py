@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +20,16 @@ from bottega.addons.controlnets.engine import (
     ControlNetLease,
     ControlRow,
     ControlSession,
-    write_residuals,
+    LoadedControlNet,
 )
 from bottega.addons.controlnets.engine.messages import (
     ControlMessageKind,
     ControlStep,
+    OpenedSession,
     Opening,
     Refusal,
-    SessionSpec,
+    opened_message,
+    point_of,
     read_opening,
     read_step,
     refused_message,
@@ -39,7 +41,7 @@ from bottega.controlnet.model_registry import ControlNetReference, ModelRegistry
 from bottega.device_links.tensor_messages import TensorMessage, tensor_at
 from bottega.device_links.tensors import beside, keep_until_used
 from bottega.engine.errors import to_job_failure
-from bottega.errors import BottegaError, Draining, NoSharedMemory, TooLarge
+from bottega.errors import BottegaError, Draining, LinkError, NoSharedMemory
 from bottega.rpc.link_service import StoreLinks
 from bottega.rpc.status import job_error_to_json
 from bottega.transport import (
@@ -53,7 +55,6 @@ from bottega.transport import (
     LinkHandler,
     LinkServerSettings,
     kind_of,
-    number_message,
     read_number,
 )
 
@@ -64,6 +65,8 @@ _MAX_SESSIONS = 4096
 _MAX_ROWS = 512
 # Upper bound on the pixels of the drawn image, and of a control image.
 _MAX_PIXELS = 16 << 20
+# How long the next residual of a running forward pass may take. A worker waits less for it (`stall_s`).
+_RESIDUAL_S = 60.0
 # Allocated only as messages need it: eight control images of four megapixels are 96 MiB.
 _LIMITS = Limits(slots=8, slot_bytes=128 << 20)
 
@@ -74,15 +77,6 @@ class _SessionLease:
 
     opening: Opening
     controlnets: ControlNetLease
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _OpenSession:
-    """A session whose ControlNet is loaded, so that residuals can be computed."""
-
-    control: ControlSession
-    shape: tuple[int, int, int]
-    """Shape of its samples, [channels, height, width]."""
 
 
 class ControlNetWorkerLink(LinkHandler):
@@ -100,7 +94,7 @@ class ControlNetWorkerLink(LinkHandler):
         self._executor = executor
         self._draining = draining
         self._leases: dict[int, _SessionLease] = {}
-        self._sessions: dict[int, _OpenSession] = {}
+        self._sessions: dict[int, ControlSession] = {}  # those whose ControlNet is loaded
         self._changing = threading.Lock()  # guards leases and sessions, which both threads change
 
     @property
@@ -182,8 +176,8 @@ class ControlNetWorkerLink(LinkHandler):
             if number not in self._leases:
                 return
             for opened, session in zip(lease.opening.sessions, sessions, strict=True):
-                self._sessions[opened.number] = _OpenSession(control=session, shape=_latent_shape(opened, session))
-        self._connection.send_now(link, number_message(ControlMessageKind.OPENED, number))
+                self._sessions[opened.number] = session
+        self._connection.send_now(link, opened_message(number, [_facts(session.net) for session in sessions]))
 
     def _give_back(self, number: int) -> None:
         """End a lease, if there is one. A refused lease is ended, too."""
@@ -201,12 +195,15 @@ class ControlNetWorkerLink(LinkHandler):
         rows = []
         for entry in step.entries:
             session = self._sessions.get(entry.session)
-            if session is None or entry.half not in session.control.halves:
+            if session is None or entry.half not in session.halves:
                 raise ValueError(f"a step is for session {entry.session}, which is not open for it")
             sample, timestep = step.samples[entry.sample], step.timesteps[entry.sample]
-            if tuple(sample.shape) != session.shape:
-                raise ValueError(f"a step's samples must have the shape {session.shape}, not {tuple(sample.shape)}")
-            rows.append(ControlRow(session=session.control, half=entry.half, sample=sample, timestep=timestep))
+            if (shape := tuple(sample.shape)) != session.sample_shape:
+                raise ValueError(f"a step's samples must have the shape {session.sample_shape}, not {shape}")
+            rows.append(ControlRow(session=session, half=entry.half, sample=sample, timestep=timestep))
+        counts = [len(row.session.net.layout.points) for row in rows]
+        if counts != sorted(counts, reverse=True):
+            raise ValueError("a step's rows must be sorted by the number of their residuals")
 
         def done(outcome: Sequence[Residuals] | BottegaError) -> None:
             self._connection.post(lambda link: self._hand_out(link, step.number, rows, outcome, incoming))
@@ -226,8 +223,10 @@ class ControlNetWorkerLink(LinkHandler):
                 try:
                     send_residuals(link, number, rows, outcome)
                     return
-                except (NoSharedMemory, TooLarge) as error:  # nothing was sent, and the connection still works
-                    outcome = error
+                except BottegaError as error:
+                    if isinstance(error, LinkError) and not isinstance(error, NoSharedMemory):
+                        raise
+                    outcome = error  # nothing was sent, or the message was aborted, and the connection still works
             self._connection.send_now(link, refusal(outcome, step=number))
 
 
@@ -263,48 +262,49 @@ class ControlNetLinks(StoreLinks[ControlNetWorkerLink]):
         return sum((link.sessions for link in self.handlers), Counter[str]())
 
 
-def _latent_shape(opened: SessionSpec, session: ControlSession) -> tuple[int, int, int]:
-    layout = session.net.layout
-    return layout.latent_channels, opened.height // layout.latent_scale, opened.width // layout.latent_scale
+def _facts(net: LoadedControlNet) -> OpenedSession:
+    return OpenedSession(residuals=len(net.layout.points), reads_tokens=net.reads_tokens)
 
 
 def send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residuals: Sequence[Residuals]) -> None:
-    """Write the rows' scaled residuals into a send buffer, deepest first, and announce each point once written."""
-    by_point = residuals[0].by_point
-    layout = residuals_layout(len(rows), tuple(_shape(tensor[0]) for tensor in by_point), by_point[0].dtype)
+    """Write the rows' scaled residuals into a send buffer, and announce each point once it is written.
+
+    Residuals that are still being computed are waited for one by one. Raises BottegaError if one never comes; the
+    message is then aborted.
+
+    Args:
+        rows: Those with most residuals first.
+    """
+    net = rows[0].session.net
+    shapes = tuple(net.layout.shapes(*rows[0].session.latent_size))
+    counts = tuple(len(row.session.net.layout.points) for row in rows)
+    layout = residuals_layout(len(rows), shapes, net.dtype, counts=counts)
     # In a CUDA stream of this thread, so that the next forward pass does not delay the answer.
-    with beside(by_point[0].device), link.start_message(layout, Deadline.after(MESSAGE_S)) as outgoing:
+    with beside(net.device), link.start_message(layout, Deadline.after(MESSAGE_S)) as outgoing:
         head = tensor_at(layout, outgoing.parts, 0)
         head[0], head[1] = number, int(any(row_residuals.shared for row_residuals in residuals))
-        # After the head, the points come deepest first.
-        slots = [tensor_at(layout, outgoing.parts, len(by_point) - point) for point in range(len(by_point))]
-        writing = [
-            _written(row_residuals, row, [slot[place] for slot in slots])
-            for place, (row, row_residuals) in enumerate(zip(rows, residuals, strict=True))
-        ]
-        for count, _ in enumerate(zip(*writing, strict=True), start=2):
-            outgoing.ready(count)
-        for row_residuals in residuals:
-            for tensor in row_residuals.by_point:
-                keep_until_used(tensor)
+        for index, spec in enumerate(layout.specs[1:], start=1):
+            slot = tensor_at(layout, outgoing.parts, index)
+            if (point := point_of(spec)) is None:
+                slot[0] = int(1e6 * max(row_residuals.stream.streamed_s for row_residuals in residuals))
+            else:
+                streamed = [row_residuals.stream.wait(point, _RESIDUAL_S) for row_residuals in residuals[: len(slot)]]
+                for place, (row, row_residuals, computed) in enumerate(zip(rows, residuals, streamed, strict=False)):
+                    _write(computed[row_residuals.place], row.session.scales[point], slot[place])
+                    keep_until_used(computed)
+            outgoing.extend(Deadline.after(MESSAGE_S))
+            outgoing.ready(index + 1)
+
+
+@torch.inference_mode()
+def _write(residual: Tensor, scale: float | Tensor, slot: Tensor) -> None:
+    """Write a scaled residual into a send buffer, which may be in host memory."""
+    if residual.device == slot.device:
+        torch.mul(residual, scale, out=slot)
+    else:
+        slot.copy_(torch.mul(residual, scale))
 
 
 def refusal(error: BottegaError, *, lease: int | None = None, step: int | None = None) -> TensorMessage:
     """Return the message that a lease is refused, or a step was not computed."""
     return refused_message(Refusal(lease=lease, step=step, error=job_error_to_json(error)))
-
-
-def _written(residuals: Residuals, row: ControlRow, slots: Sequence[Tensor]) -> Iterator[None]:
-    """Write the residuals of one row, point by point, deepest first."""
-    alone = [tensor[residuals.place : residuals.place + 1] for tensor in residuals.by_point]
-    in_place = alone[0].device == slots[0].device
-    scaled = slots if in_place else [torch.empty_like(tensor[0]) for tensor in alone]
-    for point in write_residuals(alone, [row], [scaled]):
-        if not in_place:
-            slots[point].copy_(scaled[point])
-        yield
-
-
-def _shape(tensor: Tensor) -> tuple[int, int, int]:
-    channels, height, width = tensor.shape
-    return channels, height, width

@@ -18,7 +18,8 @@ from bottega.addons.edits.config import EditsConfig
 from bottega.addons.loras.config import LorasConfig
 from bottega.config import DeviceName
 from bottega.errors import ConfigError
-from bottega.model_files.controlnet_folder import check_controlnet, read_base_layout
+from bottega.model_files.control_layout import read_base_layout
+from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.folder_check import check_model_folder, folder_of
 from bottega.model_files.report import ModelReport
 from bottega.model_files.single_file import is_single_file

@@ -19,18 +19,28 @@ import torch
 from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 from PIL import Image
 
+from bottega.addons.controlnets.engine import provider
+from bottega.addons.controlnets.engine.provider import ControlHosts
 from bottega.client.suite.plan import free_ports
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ControlNetUnusable, LinksFull
+from bottega.model.schedulers import SamplerKind
 from bottega.rpc.status import from_rpc_error
-from bottega.transport import Deadline, connect, offer_from_wire
+from bottega.transport import Deadline, ServiceOffer, connect, offer_from_wire
 from bottega.v1 import generation_pb2, hosted_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from load.bench.throttle import Throttle
-from tests.samples.controlnets import control_image, random_controlnet, save
+from tests.samples.controlnets import control_image, control_spec, random_controlnet, save
+from tests.samples.family_models import SIZE, FamilyStock, control_networks, family_model
+from tests.support.addon_messages import placed
+from tests.support.controlled_engine import Desk
 from tests.support.deployed_metrics import assert_shows_what_is_named, scrape
+from tests.support.manual_engine import load
+from tests.support.offers import OffersAtOnce
 from tests.support.running_controlnets import ControlNetServer, House, Worker, controlled, hosts
 from tests.support.services import Services
-from tests.support.stock import Pixels, assert_same_image, load_stock, pixels_of, variant
+from tests.support.stock import Pixels, assert_close, assert_same_image, load_stock, pixels_of, variant
 from tests.support.waiting import wait_until
 
 IMAGES = {"edges": control_image(1), "depth": control_image(2), "layout": control_image(3, 80, 112)}
@@ -189,6 +199,38 @@ def test_another_controlnet_can_be_added_where_there_is_one_below_the_root(cast:
         cast.far.add("mine/x", ".")
     assert isinstance(from_rpc_error(refusal.value), ControlNetUnusable)
     assert "mine/x" not in cast.far.hosted()
+
+
+class _FarOffers(OffersAtOnce):
+    """Offers of links to a server's process, for an engine in this one."""
+
+    def __init__(self, server: ControlNetServer) -> None:
+        super().__init__()
+        self._server = server
+
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        return ServiceOffer(offer=offer_from_wire(self._server.open_link("tester", link_id).offer), service=address)
+
+
+def test_one_for_stable_diffusion_3_is_added_and_draws_as_stock(cast: Cast, folders: Mapping[str, Path]) -> None:
+    network, image = control_networks("SD 3")[0], control_image(4, SIZE, SIZE)
+    save({"sd3": network}, folders["edges"].parent)
+    hosted = cast.far.add("mine/sd3", "sd3")
+    far = ControlHosts(digest=hosted.digest, servers=(provider.ControlServer(name="far", address="far"),))
+    spec = ResolvedSpec(
+        prompt="a big red star",
+        num_inference_steps=4,
+        width=SIZE,
+        height=SIZE,
+        sampler=SamplerKind.FLOW_MATCH_EULER,
+        controlnets=(control_spec("mine/sd3", image, 0.8),),
+    )
+    order = EngineOrder(key="it", spec=spec, control_images=(image,), addons=placed([far]))
+    with Desk.closing():
+        drawing = Desk(load(family_model("SD 3")), _FarOffers(cast.far)).draw(order)
+    theirs = FamilyStock("SD 3").latent(spec, networks=[network], control_images=[image])
+    assert_close(drawing.latents[0], theirs)
+    assert drawing.record.provenance.controlnets[0].servers == ["far"]
 
 
 def test_a_full_server_says_when_to_ask_again_and_a_workers_job_waits_for_it(cast: Cast) -> None:

@@ -15,7 +15,8 @@ import torch
 from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, residuals_layout
 from bottega.addons.controlnets.engine.provider import ControlServer
 from bottega.addons.controlnets.worker import server_link
-from bottega.addons.controlnets.worker.server_link import ChangeCondition, ControlLinkSettings, ServerLink, StepResult
+from bottega.addons.controlnets.worker.server_link import ChangeCondition, ControlLinkSettings, ServerLink
+from bottega.addons.controlnets.worker.step_result import StepResult
 from bottega.device_links.tensor_messages import message_of
 from bottega.errors import DeadlineExceeded, LinkClosed, LinksFull, PeerDead
 from bottega.model.rows import Half

@@ -19,7 +19,7 @@ from bottega.controlnet.server import ControlNetServer
 from bottega.errors import BottegaError, ControlNetUnusable, EngineStarting, InternalError, Unavailable
 from bottega.gateway.fleet.validation import check_load
 from bottega.miniature import WEIGHTS
-from bottega.model_files.controlnet_folder import read_base_layout
+from bottega.model_files.control_layout import read_base_layout
 from bottega.model_files.digest import controlnet_digest
 from bottega.process.engine_supervisor import EngineTimeouts
 from bottega.storage import SqliteDatabase

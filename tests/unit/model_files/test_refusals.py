@@ -17,7 +17,8 @@ from bottega.model_files.configuration_rules import (
     check_parts_together,
     check_text_encoder_config,
 )
-from bottega.model_files.controlnet_folder import base_layout, check_controlnet
+from bottega.model_files.control_layout import base_layout
+from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.scheduler_check import check_scheduler_config
 from bottega.model_files.unet_rules import check_unet_config
 from bottega.model_files.vae_rules import check_vae_config
@@ -163,8 +164,8 @@ CONTROLNETS = (
     (
         {"_class_name": "ControlNetXSAdapter"},
         (
-            'cannot be served: config.json: _class_name must be "ControlNetModel" or "ControlNetUnionModel", not '
-            '"ControlNetXSAdapter": it is another kind of network'
+            'cannot be served: config.json: _class_name must be "ControlNetModel", "ControlNetUnionModel" or '
+            '"SD3ControlNetModel", not "ControlNetXSAdapter": it is another kind of network'
         ),
     ),
     (

@@ -20,7 +20,8 @@ from bottega.client.instance import StateFolder
 from bottega.client.transport.connection import default_fleet_address
 from bottega.errors import ConfigError, ServicesMissing
 from bottega.manifest import VARIABLE, read_services
-from bottega.model_files.controlnet_folder import ControlLayout, check_controlnet, read_base_layout
+from bottega.model_files.control_layout import ControlLayout, read_base_layout
+from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.folder_check import check_model_folder, folder_of
 from bottega.model_files.own_files import own_controlnets
 from bottega.model_files.report import ModelReport

@@ -274,6 +274,10 @@ class Outgoing:
         """The parts as memoryviews. Raises ValueError if one is not in host memory."""
         return tuple(in_host_memory(part) for part in self.parts)
 
+    def extend(self, deadline: Deadline) -> None:
+        """Replace the deadline, for a message whose tensors are computed while it is sent."""
+        self.deadline = deadline
+
     def ready(self, count: int) -> None:
         """Declare the first `count` tensors complete and send them.
 

@@ -25,7 +25,7 @@ from bottega.engine.spans import EngineTrace
 from bottega.errors import BottegaError, MethodNotServed
 from bottega.model.model import Model
 from bottega.model.sampler_choices import ModelSamplers
-from bottega.model_files.controlnet_folder import base_layout
+from bottega.model_files.control_layout import base_layout
 from bottega.rpc.operation.metrics import link_counts
 from bottega.rpc.status import to_job_error
 from bottega.rules import MAX_REASON_CHARACTERS, MAX_SIDE

@@ -140,6 +140,7 @@ SCRIPTS = {
     "is silent": Script(silent_at_step=1),
     "computes nothing, and answers pings": Script(hangs_at_step=1),
     "refuses the sessions": Script(refuses_loans=Unavailable("not now")),
+    "opens other sessions": Script(opens_others=True),
     "refuses a step": Script(refuses_steps=InternalError("a shared forward pass failed")),
     "answers what nobody asked": Script(lies=lambda number: empty_answer(number + 7)),
     "answers other residuals": Script(lies=lambda number: empty_answer(number)),

@@ -18,6 +18,8 @@ _FOLDER = Path(framework.__file__).parent
 NAMES = sorted(path.stem for path in _FOLDER.glob("*.py") if "\nBENCH = Bench(" in path.read_text(encoding="utf-8"))
 # Each of the others takes more than some seconds.
 QUICK = {"controlnet_cache"}
+# Further options of some, which have another way to run.
+OTHER_RUNS = ("controlnet --topology sd3",)
 # They write a sheet of pictures, or a page.
 FILES = {
     "controlnet_follow": "--sheet",
@@ -39,18 +41,19 @@ def _signals() -> Iterator[None]:
 
 @pytest.mark.timeout(_TIMEOUT_S)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in NAMES]
+    "run", [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in (*NAMES, *OTHER_RUNS)]
 )
 def test_a_smallest_run_reports_figures(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(framework.RECORD, raising=False)
+    name, *options = run.split()
     bench: Bench = importlib.import_module(f"load.bench.{name}").BENCH
     file = [FILES[name], str(tmp_path / "file")] if name in FILES else []
     if name in FILES and FILES[name] == "--sheet":
         file[1] += ".png"
     # Beside other tests a bar may be missed, or requests go out late.
-    assert bench.main(["--smallest", *file]) in {0, 1}
+    assert bench.main(["--smallest", *options, *file]) in {0, 1}
     _assert_figures(bench, capfd.readouterr().out)
 
 

@@ -4,18 +4,7 @@ A session is the use of one ControlNet by one request. ControlNet servers use th
 ControlNets themselves.
 """
 
-from bottega.addons.controlnets.engine.local import (
-    ControlImages,
-    ControlNetCache,
-    ControlNetLease,
-    ControlRow,
-    ControlSession,
-    LocalControlNets,
-    computes_one_session,
-    process_image,
-    run_group,
-    write_residuals,
-)
+from bottega.addons.controlnets.engine.local import ControlNetCache, ControlNetLease, LocalControlNets, residual_at
 from bottega.addons.controlnets.engine.network import (
     ControlNetSource,
     LoadedControlNet,
@@ -23,7 +12,17 @@ from bottega.addons.controlnets.engine.network import (
     find_controlnet,
     load_controlnet,
 )
-from bottega.model_files.controlnet_folder import ControlLayout, base_layout, read_base_layout
+from bottega.addons.controlnets.engine.sessions import (
+    ControlImages,
+    ControlRow,
+    ControlSession,
+    computes_one_session,
+    process_image,
+    run_group,
+    stream_group,
+    write_residuals,
+)
+from bottega.model_files.control_layout import ControlLayout, base_layout, read_base_layout
 
 __all__ = [
     "ControlImages",
@@ -42,6 +41,8 @@ __all__ = [
     "load_controlnet",
     "process_image",
     "read_base_layout",
+    "residual_at",
     "run_group",
+    "stream_group",
     "write_residuals",
 ]

@@ -8,9 +8,11 @@ they break a rule.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+
+from torch import Tensor
 
 from bottega import kinds, rules
 from bottega.addons.controlnets.engine.provider import (
@@ -23,8 +25,10 @@ from bottega.addons.controlnets.engine.provider import (
     read_hosts,
 )
 from bottega.addons.controlnets.engine.remote import RemoteControls, controls_part, read_controls
+from bottega.addons.controlnets.engine.sessions import stretched
+from bottega.device.device import run_pieces
 from bottega.engine.addon import EngineAddOn, JobAddOn
-from bottega.engine.encode import Conditions
+from bottega.engine.encode import Conditions, encode_image_in_pieces
 from bottega.engine.events import EngineRecord
 from bottega.engine.forward import Prediction
 from bottega.engine.job import EngineJob, EngineOrder
@@ -33,6 +37,7 @@ from bottega.engine.request import ActiveControl, Request
 from bottega.engine.spans import TracedSpan
 from bottega.engine.spec import ControlSpec
 from bottega.errors import InternalError, Unavailable, Violation
+from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row
 from bottega.v1.generation_pb2 import RESIDUAL_MODE_PIPELINED, RESIDUAL_MODE_SYNCHRONOUS, ControlNetUse
 
@@ -48,12 +53,14 @@ class EngineControlNets(EngineAddOn):
 
     Args:
         provider: Opens sessions; None if this worker has no ControlNets.
+        model: The base model.
     """
 
     kind = kinds.CONTROLNET
 
-    def __init__(self, provider: ControlNetProvider | None) -> None:
+    def __init__(self, provider: ControlNetProvider | None, model: Model) -> None:
         self.residuals = self._provider = MeasuredControlNets(provider) if provider is not None else None
+        self._model = model
 
     def open_remote(self, part: OffloadedPart, halves: Mapping[Half, Embeds]) -> JobAddOn:
         """Open sessions with the ControlNets of a job of another worker, for which this worker computes rows."""
@@ -63,7 +70,7 @@ class EngineControlNets(EngineAddOn):
 
     def open(self, order: EngineOrder) -> JobAddOn | None:
         """Return the object for a job's sessions, not begun yet; None without ControlNets. Raise InvalidRequest."""
-        return JobControlNets(self._provider, order) if order.spec.controlnets else None
+        return JobControlNets(self._provider, order, self._model) if order.spec.controlnets else None
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:
         """Wait until one of the sessions has opened or failed, or until the time-out."""
@@ -79,11 +86,14 @@ class JobControlNets(JobAddOn):
     a resumed job no longer needs has no session.
     """
 
-    def __init__(self, provider: ControlNetProvider | None, order: EngineOrder) -> None:
+    def __init__(self, provider: ControlNetProvider | None, order: EngineOrder, model: Model) -> None:
         self.active: tuple[ActiveControl, ...] = ()
         self.begun: tuple[ControlInput, ...] = ()
         self._provider = provider
         self._order = order
+        self._model = model
+        self._encodes = self.prepares_prompt = model.unet is None
+        self._latents: dict[int, Tensor] = {}
         self._hosts = read_hosts(order.addons.get(kinds.CONTROLNET, b""))
         if self._hosts and len(self._hosts) != len(order.spec.controlnets):
             rules.refuse([Violation(field=HOSTS_FIELD, description="must be one for each of spec.controlnets")])
@@ -99,6 +109,15 @@ class JobControlNets(JobAddOn):
     def handles(self) -> list[Hashable]:
         """The handles of the sessions, which the provider made."""
         return [control.handle for control in self.active]
+
+    def prepare_prompt(self) -> Generator[None, None, None]:
+        """Encode the control images if ControlNets read latents of them, as those for transformers do."""
+        for image in self._order.control_images if self._encodes else ():
+            if id(image) not in self._latents:
+                size = self._order.spec.height, self._order.spec.width
+                encoded = yield from encode_image_in_pieces(self._model, stretched(image, *size))
+                # Diffusers draws a sample with its global generator, so that a seed gives other pictures each time.
+                self._latents[id(image)] = encoded.mean[0]
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Begin the sessions that the remaining steps need. Raises BottegaError if one can never be opened."""
@@ -227,9 +246,14 @@ class JobControlNets(JobAddOn):
         halves = {Half.CONDITIONAL: conditions.conditional}
         if conditions.unconditional is not None and not control.guess_mode:
             halves = {Half.UNCONDITIONAL: conditions.unconditional, **halves}
+        if self._encodes:
+            run_pieces(self.prepare_prompt())  # only what has not been encoded
+        pixels = [order.control_images[place] for place in places]
+        config = self._model.vae.config
         return ControlInput(
             name=control.name,
-            images=tuple(order.control_images[place] for place in places),
+            images=tuple(self._latents[id(image)] if self._encodes else image for image in pixels),
+            latent_scaling=(config.shift_factor or 0.0, config.scaling_factor) if self._encodes else None,
             modes=tuple(image.control_mode for image in images if image.control_mode is not None),
             image_scales=use.scales if several else (),
             height=spec.height,

@@ -1,187 +1,42 @@
-"""ControlNets that a process loads and runs: a server's, or those of a worker where no server hosts them.
-
-A session is the use of one ControlNet by one request. A forward pass computes rows of any of a ControlNet's sessions.
-"""
+"""ControlNets that a process loads and runs: the cache of a server or worker, and the provider of a worker's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 
-import PIL.Image
 import torch
-from diffusers.image_processor import VaeImageProcessor
 from torch import Tensor
 
-from bottega.adapter_rules import refused_mode
-from bottega.addons.controlnets.engine.network import ControlNetSource, LoadedControlNet, UnionImages, load_controlnet
+from bottega.addons.controlnets.engine.network import ControlNetSource, LoadedControlNet, load_controlnet
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
+from bottega.addons.controlnets.engine.sessions import (
+    ControlImages,
+    ControlRow,
+    ControlSession,
+    computes_one_session,
+    run_group,
+    write_residuals,
+)
 from bottega.caching.load_cache import Lease, LoadCache
 from bottega.caching.load_plan import Popularity
 from bottega.device.device import Span, SpanSum
 from bottega.device.devices import open_device
 from bottega.engine.errors import to_job_failure
-from bottega.errors import BottegaError, ControlNetNotFound, ControlNetUnusable
-from bottega.model.backbone import Inputs
-from bottega.model.rows import Embeds, Half, Row
+from bottega.errors import BottegaError, ControlNetNotFound
+from bottega.model.backbone import MadeBackbone, Sd3Backbone
+from bottega.model.rows import Row
 
 
-class ControlSession:
-    """A request's use of one ControlNet.
-
-    `scales` has the factor for each residual. `halves` are the halves of guidance that it controls. `share` is the
-    tenant of the request, and its share of a server. `modes` has the control mode of each image of a union.
+def residual_at(backbone: MadeBackbone | None, point: int, count: int) -> int:
+    """Return the index of the residual of a ControlNet with `count` residuals that is added at a point.
 
     Args:
-        images: The images of the request's sessions by what they depend on, to which new ones are added.
-
-    Raises:
-        ControlNetUnusable: The ControlNet is a union and has no such mode, or is none.
+        backbone: The base model's; None if every point has a residual of its own, as those of a UNet have.
     """
-
-    def __init__(
-        self, net: LoadedControlNet, control: ControlInput, images: dict[Hashable, ControlImages] | None = None
-    ) -> None:
-        for mode in control.modes or (None,):
-            if why := refused_mode(control.name, mode, net.modes):
-                raise ControlNetUnusable(why)
-        self.net = net
-        self.share = control.share
-        self.modes = control.modes
-        self.image_scales = control.image_scales or (1.0,) * len(control.modes)
-        self.halves = {half: _on(net, embeds) for half, embeds in control.halves.items()}
-        self.scales = _scales(net, control)
-        known = {} if images is None else images
-        key = net, control.height, control.width, *map(id, control.images)
-        if key not in known:
-            known[key] = ControlImages(net, control)
-        self._images = known[key]
-
-    @property
-    def batch_key(self) -> Hashable:
-        """Key that the sessions of one forward pass share: the network, and the scales of a union's images."""
-        return self.net, self.image_scales
-
-    def embedded(self, rows: int) -> list[Tensor]:
-        """Return the embedded control images for a batch of `rows` rows: [channels, latent height, latent width]."""
-        return self._images.embedded(rows)
-
-
-class ControlImages:
-    """The control images of one or several sessions of a request, processed and embedded for one ControlNet."""
-
-    def __init__(self, net: LoadedControlNet, control: ControlInput) -> None:
-        self._net = net
-        size = control.height, control.width
-        self._processed = [process_image(image, *size, net.layout.latent_scale) for image in control.images]
-        self._embedded: dict[bool, list[Tensor]] = {}
-
-    def embedded(self, rows: int) -> list[Tensor]:
-        """Return the embedded images for a batch of `rows` rows: [channels, latent height, latent width]."""
-        alone = rows == 1
-        if alone not in self._embedded:
-            self._embedded[alone] = [self._net.embed(image, rows=rows) for image in self._processed]
-        return self._embedded[alone]
-
-
-def process_image(pixels: Tensor, height: int, width: int, latent_scale: int) -> Tensor:
-    """Return a control image as Diffusers' ControlNet pipelines process it: float32, [3, height, width], 0 to 1.
-
-    Args:
-        pixels: uint8, [height, width, 3] in the image's own size.
-    """
-    processor = VaeImageProcessor(vae_scale_factor=latent_scale, do_convert_rgb=True, do_normalize=False)
-    image = PIL.Image.fromarray(pixels.cpu().numpy())
-    processed: Tensor = processor.preprocess(image, height=height, width=width)[0]
-    return processed.to(torch.float32)
-
-
-def _scales(net: LoadedControlNet, control: ControlInput) -> list[float | Tensor]:
-    points = len(net.layout.points)
-    if not control.guess_mode:
-        return [control.scale] * points
-    # As in Diffusers: .1 at the first point to 1 at the middle, as tensors, so that half precision rounds alike.
-    return list(torch.logspace(-1, 0, points, device=net.device) * control.scale)
-
-
-def _on(net: LoadedControlNet, embeds: Embeds) -> Embeds:
-    """Return the conditions on the network's device. Only the prompt is converted: the network converts the others."""
-    here = embeds.map(open_device(net.device).to_device)
-    return replace(here, prompt=here.prompt.to(net.dtype))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ControlRow:
-    """A batch row: the conditional or the unconditional half of a session at one step."""
-
-    session: ControlSession
-    half: Half
-    sample: Tensor
-    """The scaled latent, [channels, height, width]."""
-    timestep: Tensor
-    """The timestep, a scalar."""
-
-
-@torch.inference_mode()
-def run_group(rows: Sequence[ControlRow], *, fixed_rows: int = 0) -> list[Tensor]:
-    """Return the residuals of rows that share `batch_key`, shape and number of tokens, at scale 1.
-
-    Args:
-        fixed_rows: Pads the batch to this many rows, so that results are the same in every batch; 0 for no padding.
-
-    Returns:
-        One tensor for each residual of the ControlNet, [rows, channels, height, width], including the padding.
-    """
-    net = rows[0].session.net
-    group = [*rows, *[rows[-1]] * (fixed_rows - len(rows))]
-    embeds = Embeds.stack([row.session.halves[row.half] for row in group])
-    to_device = open_device(net.device).to_device
-    inputs = Inputs(
-        sample=to_device(torch.stack([row.sample for row in group]), net.dtype),
-        timestep=to_device(torch.stack([row.timestep.float() for row in group])),
-        prompt_embeds=embeds.prompt,
-        added=embeds.added,
-    )
-    by_row = [row.session.embedded(len(group)) for row in group]
-    embedded = [torch.stack(images) for images in zip(*by_row, strict=True)]
-    return net.residuals(inputs, embedded, _union_images([row.session for row in group]))
-
-
-def _union_images(sessions: Sequence[ControlSession]) -> UnionImages | None:
-    """Return the modes and scales of the images in rows of these sessions; None if the network is not a union."""
-    first = sessions[0]
-    if not first.modes:
-        return None
-    modes = torch.tensor([session.modes for session in sessions])
-    return UnionImages(modes=open_device(first.net.device).to_device(modes), scales=first.image_scales)
-
-
-def computes_one_session(rows: Sequence[ControlRow]) -> bool:
-    """Return whether the batch has exactly the rows of one session at one step, as in stock Diffusers.
-
-    Otherwise sums are rounded differently in half precision.
-    """
-    session = rows[0].session
-    return len(rows) == len(session.halves) and {(row.session, row.half) for row in rows} == {
-        (session, half) for half in session.halves
-    }
-
-
-@torch.inference_mode()
-def write_residuals(
-    residuals: Sequence[Tensor], rows: Sequence[ControlRow], slots: Sequence[Sequence[Tensor]]
-) -> Iterator[int]:
-    """Scale the results of run_group into `slots`. Yield each residual's index when all rows have it, deepest first.
-
-    Args:
-        slots: Targets by row and residual, [channels, height, width], on the ControlNet's device.
-    """
-    for point in reversed(range(len(residuals))):
-        for index, row in enumerate(rows):
-            torch.mul(residuals[point][index], row.session.scales[point], out=slots[index][point])
-        yield point
+    return backbone.residual_at(point, count) if isinstance(backbone, Sd3Backbone) else point
 
 
 ControlNetLease = Lease[LoadedControlNet]
@@ -269,12 +124,19 @@ class LocalControlNets:
         digests: Digests of the ControlNets, by name.
         fixed_rows: Pads every batch to this many rows, so that images do not depend on what else is in the batch; 0 for
             no padding.
+        backbone: The base model's; see `residual_at`.
     """
 
     def __init__(
-        self, cache: ControlNetCache, *, digests: Mapping[str, str] | None = None, fixed_rows: int = 0
+        self,
+        cache: ControlNetCache,
+        *,
+        digests: Mapping[str, str] | None = None,
+        fixed_rows: int = 0,
+        backbone: MadeBackbone | None = None,
     ) -> None:
         self.digests = dict(digests or {})
+        self._backbone = backbone
         self._cache = cache
         self._fixed_rows = fixed_rows
         self._rows: list[Row] = []
@@ -330,7 +192,8 @@ class LocalControlNets:
         return False
 
     def take(self, row: Row, point: int) -> list[Tensor]:
-        return [self._answers[row, handle][point] for handle in row.controls]
+        answers = [self._answers[row, handle] for handle in row.controls]
+        return [answer[residual_at(self._backbone, point, len(answer))] for answer in answers]
 
     def is_shared(self, row: Row) -> bool:
         return row in self._shared
@@ -352,7 +215,7 @@ class LocalControlNets:
         device = open_device(group[0][0].sample.device)
         began = device.record()
         rows = [
-            ControlRow(session=session, half=row.half, sample=row.sample, timestep=row.timestep)
+            ControlRow(session=session, half=row.half, sample=self._sample(row, session), timestep=row.timestep)
             for row, _, session in group
         ]
         fixed_rows = 0 if group[0][0].alone else self._fixed_rows
@@ -368,6 +231,13 @@ class LocalControlNets:
         span = Span(begin=began, end=device.record())
         for local in {local for _, local, _ in group}:
             local.computed.add(span)
+
+    @torch.inference_mode()
+    def _sample(self, row: Row, session: ControlSession) -> Tensor:
+        if not session.net.reads_tokens:
+            return row.sample
+        assert isinstance(self._backbone, Sd3Backbone), "a ControlNet that reads tokens fits no UNet"
+        return self._backbone.tokens(row.sample[None])[0]
 
     def _session(self, local: _LocalSession) -> ControlSession | None:
         """Return the session, or None while its ControlNet is being loaded. Raise the BottegaError of a failed load."""

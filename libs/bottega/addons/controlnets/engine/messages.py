@@ -6,11 +6,13 @@ uses the message, and raises ValueError if it breaks a rule. Sessions are identi
 worker -> server    open: begins the sessions of one request (a lease)    opened, or refused
                     step: latents and timesteps of rows                   residuals, or refused
                     close: ends a lease                                   no answer
+
+A server may abort a residuals message that it has begun, and then refuses the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -21,7 +23,14 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from bottega.addons.controlnets.engine.provider import ControlInput, ControlModes, ImageScales, check_images
+from bottega.addons.controlnets.engine.provider import (
+    ControlInput,
+    ControlModes,
+    ImageScales,
+    LatentScaling,
+    check_images,
+    check_pixels_or_latent,
+)
 from bottega.device_links.tensor_messages import (
     DTYPES,
     TensorMessage,
@@ -33,11 +42,16 @@ from bottega.device_links.tensor_messages import (
 )
 from bottega.fair_order import Share
 from bottega.model.rows import Half, condition_parts, read_conditions
-from bottega.model_files.controlnet_folder import ControlLayout
+from bottega.model_files.control_layout import ControlLayout
 from bottega.rules import MAX_ADAPTERS
 from bottega.transport import DType, Layout, Part, TensorSpec
 
 _MAX_NUMBER = 2**53
+# More than any network has blocks.
+_MAX_RESIDUALS = 1024
+_POINT = "point."
+COMPUTED = "computed"
+"""Name of the last tensor of streamed residuals."""
 # Tensors of a step before its samples: the table and the timesteps.
 _STEP_HEADERS = 2
 
@@ -72,6 +86,7 @@ class SessionSpec:
     """Index of an earlier session in the message whose images this one uses; None if it has its own."""
     modes: ControlModes = ()
     image_scales: ImageScales = ()
+    latent_scaling: LatentScaling = None
 
     def __post_init__(self) -> None:
         check_images(self.images, self.modes, self.image_scales)
@@ -125,7 +140,7 @@ class ControlStep:
     number: int
     entries: tuple[StepEntry, ...]
     samples: Tensor
-    """Latents, [samples, channels, height, width]."""
+    """Latents, [samples, channels, height, width], or the tokens of latents, [samples, tokens, width]."""
     timesteps: Tensor
     """The timestep of each sample, [samples]."""
     alone: bool = False
@@ -182,11 +197,20 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
     controls: list[ControlInput] = []
     for place, session in enumerate(header.sessions):
         if session.images_of is None:
-            images = tuple(_read_image(parts, f"{place}.{index}") for index in range(session.images))
+            names = [f"{place}.{index}" for index in range(session.images)]
+            received = [
+                check_pixels_or_latent(name, parts.get(f"image.{name}"), session.latent_scaling) for name in names
+            ]
+            images = tuple(image.clone() for image in received)
         elif session.images_of >= place or len(controls[session.images_of].images) != session.images:
             raise ValueError(f"session {session.number} must use the images of an earlier one with as many")
         else:
             images = controls[session.images_of].images
+        if session.latent_scaling is not None:
+            scale = max(1, header.base.latent_scale)
+            shape = header.base.latent_channels, session.height // scale, session.width // scale
+            if any(image.shape != shape for image in images):
+                raise ValueError(f"the images of session {session.number} are not latents of the shape {shape}")
         if not set(session.halves) <= set(halves):
             raise ValueError(f"session {session.number} controls a half of guidance whose conditions are missing")
         controls.append(
@@ -200,6 +224,7 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
                 halves={half: halves[half] for half in session.halves},
                 scale=session.scale,
                 guess_mode=session.guess_mode,
+                latent_scaling=session.latent_scaling,
                 share=share,
             )
         )
@@ -212,11 +237,34 @@ def read_opening(layout: Layout, views: Sequence[Part]) -> Opening:
     )
 
 
-def _read_image(parts: Mapping[str, Tensor], name: str) -> Tensor:
-    image = parts.get(f"image.{name}")
-    if image is None or image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3:
-        raise ValueError(f"control image {name} is not uint8 [height, width, 3]")
-    return image.clone()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedSession:
+    """Facts about the ControlNet of a session that was opened, which its worker needs."""
+
+    residuals: int
+    """Number of its residuals."""
+    reads_tokens: bool = False
+    """Whether samples are tokens, as the model's transformer embeds latents."""
+
+
+def opened_message(lease: int, sessions: Sequence[OpenedSession]) -> TensorMessage:
+    """Return the message that a lease has been opened."""
+    facts = [[session.residuals, int(session.reads_tokens)] for session in sessions]
+    return message_of({ControlMessageKind.OPENED.value: torch.tensor([lease]), "sessions": torch.tensor(facts)})
+
+
+def read_opened(layout: Layout, views: Sequence[Part]) -> tuple[int, tuple[OpenedSession, ...]]:
+    """Return the lease and the sessions of an opened message. Raise ValueError if it is malformed."""
+    parts = parts_of(layout, views)
+    lease, sessions = parts[ControlMessageKind.OPENED.value], parts.get("sessions")
+    if lease.dtype != torch.int64 or lease.shape != (1,):
+        raise ValueError("an opened message does not begin with a number")
+    if sessions is None or sessions.dtype != torch.int64 or sessions.dim() != 2 or sessions.shape[1] != 2:
+        raise ValueError("an opened message lacks its sessions, int64 [sessions, 2]")
+    facts = sessions.tolist()
+    if any(not 0 < residuals <= _MAX_RESIDUALS or tokens not in (0, 1) for residuals, tokens in facts):
+        raise ValueError(f"an opened session must have 1 to {_MAX_RESIDUALS} residuals")
+    return int(lease), tuple(OpenedSession(residuals=count, reads_tokens=bool(tokens)) for count, tokens in facts)
 
 
 def step_message(step: ControlStep) -> TensorMessage:
@@ -239,8 +287,8 @@ def read_step(layout: Layout, views: Sequence[Part]) -> ControlStep:
     table, samples, timesteps = parts[ControlMessageKind.STEP.value], parts.get("samples"), parts.get("timesteps")
     if table.dtype != torch.int64 or table.dim() != 2 or table.shape[1] != 3 or len(table) < 2:
         raise ValueError("a step's table is not int64 [1 + rows, 3]")
-    if samples is None or samples.dim() != 4 or samples.dtype not in DTYPES:
-        raise ValueError("a step's samples are not [samples, channels, height, width]")
+    if samples is None or samples.dim() not in (3, 4) or samples.dtype not in DTYPES:
+        raise ValueError("a step's samples are neither [samples, channels, height, width] nor [samples, tokens, width]")
     if timesteps is None or timesteps.dtype != torch.float32 or timesteps.shape != samples.shape[:1]:
         raise ValueError("a step needs one float32 timestep for each sample")
     (number, alone, _), *rows = table.tolist()  # a copy, so that checked values stay as they are
@@ -253,18 +301,40 @@ def read_step(layout: Layout, views: Sequence[Part]) -> ControlStep:
 
 
 @lru_cache(maxsize=256)
-def residuals_layout(rows: int, shapes: tuple[tuple[int, int, int], ...], dtype: torch.dtype) -> Layout:
+def residuals_layout(
+    rows: int, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype, *, counts: tuple[int, ...] = ()
+) -> Layout:
     """Return the layout of the message that answers a step.
 
     Its first tensor has the step's number, and 1 if any row was not computed alone (`computes_one_session`), else 0.
-    The residuals follow, deepest first, [rows, *shape] each.
+    The residuals follow in the order in which the base model needs them, [rows, *shape] each: those of a UNet deepest
+    first, those of a transformer from the first on. After those of a transformer, which are sent while it computes,
+    come the microseconds between the first and the last one.
+
+    Args:
+        rows: Number of rows.
+        shapes: Shape of each residual of one row. That of a transformer has two dimensions.
+        dtype: Their element type.
+        counts: Number of residuals of each row, largest first; empty if all have as many as `shapes`. A residual that
+            later rows do not have is [fewer rows, *shape].
     """
+    has_tokens = len(shapes[0]) == 2
     points = [
-        TensorSpec(name=f"point.{point}", dtype=DTYPES[dtype], shape=(rows, *shapes[point]))
-        for point in reversed(range(len(shapes)))
+        TensorSpec(
+            name=f"{_POINT}{point}",
+            dtype=DTYPES[dtype],
+            shape=(sum(count > point for count in counts) or rows, *shapes[point]),
+        )
+        for point in (range(len(shapes)) if has_tokens else reversed(range(len(shapes))))
     ]
     head = TensorSpec(name=ControlMessageKind.RESIDUALS.value, dtype=DType.INT64, shape=(2,))
-    return Layout.of(head, *points, headers=1)
+    tail = [TensorSpec(name=COMPUTED, dtype=DType.INT64, shape=(1,))] if has_tokens else []
+    return Layout.of(head, *points, *tail, headers=1)
+
+
+def point_of(spec: TensorSpec) -> int | None:
+    """Return which residual a tensor of `residuals_layout` is; None for its other tensors."""
+    return int(spec.name.removeprefix(_POINT)) if spec.name.startswith(_POINT) else None
 
 
 def read_residuals_head(layout: Layout, part: Part) -> tuple[int, bool]:

@@ -7,30 +7,24 @@ it, and weights are read only if they match the built network.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from diffusers import ControlNetModel, ControlNetUnionModel
+from diffusers import ControlNetModel, ControlNetUnionModel, SD3ControlNetModel
 from torch import Tensor, nn
 
 from bottega.device.devices import open_device
 from bottega.errors import ControlNetUnusable, InvalidRequest
-from bottega.model.backbone import Inputs
-from bottega.model_files.controlnet_config import NetworkConfig
-from bottega.model_files.controlnet_folder import (
-    ControlLayout,
-    WeightsFile,
-    check_same,
-    controlnet_layout,
-    naming,
-    opened_weights,
-    read_checked_config,
-)
+from bottega.model.backbone import POOLED, Inputs
+from bottega.model_files.control_layout import ControlLayout, controlnet_layout
+from bottega.model_files.controlnet_config import AnyNetworkConfig, Sd3NetworkConfig
+from bottega.model_files.controlnet_folder import WeightsFile, check_same, naming, opened_weights, read_checked_config
 from bottega.safetensors_header import TensorEntry
 
 _DTYPES = {
@@ -70,20 +64,72 @@ class UnionImages:
     """Factor of each image inside the network, the same in all rows."""
 
 
-class LoadedControlNet:
+class LoadedControlNet(ABC):
     """A ControlNet with weights. Run it in inference mode.
 
-    `network` is Diffusers' network without `embedding`, the layers that embed the control image. Their output is the
-    same at every step, so `embed` computes it once.
+    `network` is Diffusers' network. What it makes of the control image is the same at every step, so `embed` computes
+    it once.
     """
 
-    def __init__(self, source: ControlNetSource, network: ControlNetModel | ControlNetUnionModel) -> None:
+    streams: ClassVar[bool]
+    """Whether `residuals` computes while it yields, so that each residual is worth sending at once."""
+
+    def __init__(self, source: ControlNetSource, network: Any) -> None:
         self.name = source.name
         self.layout = source.layout
         self.modes = source.modes
         self.device = network.device
         self.dtype = source.dtype
         self.network = network
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it reads latents as the model's transformer embeds them, because it has no embedding of its own."""
+        return False
+
+    @torch.inference_mode()
+    def embed(self, image: Tensor, *, rows: int) -> Tensor:
+        """Return the embedded control image, without a dimension of rows.
+
+        Args:
+            image: For a UNet pixels [3, height, width], 0 to 1; for a transformer a latent [channels, height, width] in
+                the model's scale.
+            rows: Number of rows of the batch that will use it. A batch of one row is rounded differently.
+        """
+        # Measured on the CPU: the last bit differs between one row and several. It is the same for 2, 3, 4, 5, 6 and 8
+        # rows.
+        on_device = open_device(self.device).to_device(image, self.dtype)
+        batch = on_device.expand(min(rows, 2), *image.shape).contiguous()
+        return self.embed_batch(batch)[0]
+
+    @abstractmethod
+    def embed_batch(self, images: Tensor) -> Tensor:
+        """Return embedded control images. The first dimension is the row."""
+
+    @abstractmethod
+    def residuals(
+        self, inputs: Inputs, embedded: Sequence[Tensor], union: UnionImages | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield the index of each residual and the residual of all rows, unscaled, in the order in which they are sent.
+
+        Args:
+            inputs: The rows. `sample` is [rows, tokens, width] if the network `reads_tokens`.
+            embedded: Results of `embed` for each image, stacked over the rows. Only a union has several.
+            union: What the images show; None if the network is not a union.
+        """
+
+
+class UNetControlNet(LoadedControlNet):
+    """A ControlNet for a UNet, as ControlNetModel and ControlNetUnionModel of Diffusers.
+
+    Its residuals are [rows, channels, height, width]: one for each skip connection of the UNet, then that of the middle
+    block. They are yielded deepest first, when all have been computed.
+    """
+
+    streams = False
+
+    def __init__(self, source: ControlNetSource, network: ControlNetModel | ControlNetUnionModel) -> None:
+        super().__init__(source, network)
         self.embedding = network.controlnet_cond_embedding
         self._flipped = network.config.controlnet_conditioning_channel_order == "bgr"
         network.controlnet_cond_embedding = nn.Identity()
@@ -92,34 +138,14 @@ class LoadedControlNet:
         # Otherwise the forward would flip the embedding as if it were the image.
         network.register_to_config(controlnet_conditioning_channel_order="rgb")
 
-    @torch.inference_mode()
-    def embed(self, image: Tensor, *, rows: int) -> Tensor:
-        """Return the embedded control image, [channels, latent height, latent width].
-
-        Args:
-            image: [3, height, width], 0 to 1, on the CPU.
-            rows: Number of rows of the batch that will use it. A batch of one row is rounded differently.
-        """
-        # Measured on the CPU: the last bit differs between one row and several. It is the same for 2, 3, 4, 5, 6 and 8
-        # rows.
-        on_device = open_device(self.device).to_device(image, self.dtype)
-        batch = on_device.expand(min(rows, 2), *image.shape).contiguous()
-        if self._flipped:
-            batch = batch.flip(1)
-        embedded: Tensor = self.embedding(batch)[0]
+    def embed_batch(self, images: Tensor) -> Tensor:
+        embedded: Tensor = self.embedding(images.flip(1) if self._flipped else images)
         return embedded
 
     @torch.inference_mode()
-    def residuals(self, inputs: Inputs, embedded: Sequence[Tensor], union: UnionImages | None = None) -> list[Tensor]:
-        """Return the residuals, unscaled: one for each skip connection of the UNet, then that of the middle block.
-
-        Each is [rows, channels, height, width].
-
-        Args:
-            embedded: Results of `embed` for each image, [rows, channels, latent height, latent width]. Only a union
-                has several.
-            union: What the images show; None if the network is not a union.
-        """
+    def residuals(
+        self, inputs: Inputs, embedded: Sequence[Tensor], union: UnionImages | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         images: dict[str, Any] = {"controlnet_cond": embedded[0]}
         if union is not None:
             control_type = torch.zeros(len(union.modes), self.modes, device=self.device, dtype=self.dtype)
@@ -138,7 +164,50 @@ class LoadedControlNet:
             return_dict=False,
             **images,
         )
-        return [*skips, middle]
+        yield from reversed(list(enumerate([*skips, middle])))
+
+
+class Sd3ControlNet(LoadedControlNet):
+    """A ControlNet for the transformer of Stable Diffusion 3, as SD3ControlNetModel of Diffusers.
+
+    Its residuals are [rows, tokens, width], one for each of its blocks. Each is yielded when its block has run, bit for
+    bit as the forward of Diffusers computes it.
+    """
+
+    streams = True
+
+    @property
+    def reads_tokens(self) -> bool:
+        return self.network.pos_embed is None
+
+    def embed_batch(self, images: Tensor) -> Tensor:
+        embedded: Tensor = self.network.pos_embed_input(images)
+        return embedded
+
+    @torch.inference_mode()
+    def residuals(
+        self, inputs: Inputs, embedded: Sequence[Tensor], union: UnionImages | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        network = self.network
+        pooled = inputs.added[POOLED].to(self.dtype)
+        if network.config.force_zeros_for_pooled_projection:
+            pooled = torch.zeros_like(pooled)
+        hidden = _like_patches(inputs.sample) if self.reads_tokens else network.pos_embed(inputs.sample)
+        embedding = network.time_text_embed(inputs.timestep, pooled)
+        hidden = hidden + _like_patches(embedded[0])
+        context = None if network.context_embedder is None else network.context_embedder(inputs.prompt_embeds)
+        blocks = zip(network.transformer_blocks, network.controlnet_blocks, strict=True)
+        for index, (block, projection) in enumerate(blocks):
+            if context is None:
+                hidden = block(hidden, embedding)
+            else:
+                context, hidden = block(hidden_states=hidden, encoder_hidden_states=context, temb=embedding)
+            yield index, projection(hidden)
+
+
+def _like_patches(tokens: Tensor) -> Tensor:
+    """Return tokens in the memory layout that embedded patches have: the last bits of a sum depend on it."""
+    return tokens.mT.contiguous().mT
 
 
 class _RowByRow(nn.Module):
@@ -225,13 +294,15 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedCon
             network.load_state_dict(state, strict=True, assign=True)
     except InvalidRequest as error:
         raise ControlNetUnusable(error.message) from None
-    return LoadedControlNet(source, network.eval())
+    made = Sd3ControlNet if isinstance(network, SD3ControlNetModel) else UNetControlNet
+    return made(source, network.eval())
 
 
-def _built(config: NetworkConfig) -> ControlNetModel | ControlNetUnionModel:
+def _built(config: AnyNetworkConfig) -> Any:
     """Return the network without memory for weights. The meta device is set for this thread only."""
+    kind = ControlNetUnionModel if config.modes else ControlNetModel
     with torch.device("meta"):
-        return (ControlNetUnionModel if config.modes else ControlNetModel).from_config(config.fields)
+        return (SD3ControlNetModel if isinstance(config, Sd3NetworkConfig) else kind).from_config(config.fields)
 
 
 def _check_same(network: nn.Module, files: Sequence[WeightsFile]) -> None:

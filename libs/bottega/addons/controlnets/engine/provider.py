@@ -10,12 +10,14 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Protocol
 
+import torch
 from google.protobuf.message import DecodeError
 from pydantic import Field
 from torch import Tensor
 
 from bottega import kinds, rules
 from bottega.adapter_rules import MAX_MODES
+from bottega.device_links.tensor_messages import DTYPES
 from bottega.engine.forward import ResidualProvider
 from bottega.errors import InvalidRequest, Violation
 from bottega.fair_order import Share
@@ -24,6 +26,9 @@ from bottega.v1.controlnet_pb2 import ControlNetHosts, ControlNetPlacements
 
 ControlModes = Annotated[tuple[Annotated[int, Field(ge=0, lt=MAX_MODES)], ...], Field(max_length=rules.MAX_ADAPTERS)]
 ImageScales = Annotated[tuple[Annotated[float, Field(allow_inf_nan=False)], ...], Field(max_length=rules.MAX_ADAPTERS)]
+
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+LatentScaling = tuple[_Finite, _Finite] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +63,9 @@ class ControlInput:
     images: tuple[Tensor, ...]
     """The control image, uint8, [height, width, 3] in its own size; of a union maybe several.
 
+    ControlNets for transformers read latents of the image: the mean of the VAE's distribution, in the VAE's scale,
+    [channels, latent height, latent width]. The worker encodes it, because only the worker has the VAE.
+
     Sessions of a request that have the very same tensors share what is sent and computed of them.
     """
     height: int
@@ -73,6 +81,8 @@ class ControlInput:
     scale: float = 1.0
     """Factor of the residuals."""
     guess_mode: bool = False
+    latent_scaling: LatentScaling = None
+    """Shift and factor from the VAE's scale to the model's, if `images` are latents; None if they are pixels."""
     hosts: ControlHosts = ControlHosts()
     """The servers that can run the session; this process may be able to, as well."""
     may_be_stale: bool = False
@@ -89,6 +99,17 @@ def check_images(images: int, modes: ControlModes, image_scales: ImageScales) ->
         raise ValueError("a session with several images needs a mode for each")
     if len(image_scales) not in (images, 0):
         raise ValueError("a session needs as many scales of images as images, or none")
+
+
+def check_pixels_or_latent(name: str, image: Tensor | None, scaling: LatentScaling) -> Tensor:
+    """Return a control image that was received. Raise ValueError if it is neither pixels nor a latent, as announced."""
+    if image is None or image.dim() != 3:
+        raise ValueError(f"control image {name} is missing, or has not three dimensions")
+    if scaling is None and (image.dtype != torch.uint8 or image.shape[2] != 3):
+        raise ValueError(f"control image {name} is not uint8 [height, width, 3]")
+    if scaling is not None and image.dtype not in DTYPES:
+        raise ValueError(f"control image {name} is no latent in {', '.join(map(str, DTYPES))}")
+    return image
 
 
 def shared_images(controls: Sequence[ControlInput]) -> list[int | None]:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
@@ -17,7 +16,9 @@ from bottega.addons.controlnets.engine.provider import (
     ControlNetProvider,
     ControlServer,
     ImageScales,
+    LatentScaling,
     check_images,
+    check_pixels_or_latent,
     shared_images,
 )
 from bottega.engine.addon import JobAddOn
@@ -54,6 +55,7 @@ class _Control:
     """Index of the control in the message whose images this one uses; None if it has its own."""
     modes: ControlModes = ()
     image_scales: ImageScales = ()
+    latent_scaling: LatentScaling = None
 
     def __post_init__(self) -> None:
         check_images(self.images, self.modes, self.image_scales)
@@ -100,6 +102,7 @@ def controls_part(controls: Sequence[ControlInput]) -> OffloadedPart:
             images_of=images_of[place],
             modes=control.modes,
             image_scales=control.image_scales,
+            latent_scaling=control.latent_scaling,
         )
         for place, control in enumerate(controls)
     )
@@ -138,11 +141,7 @@ def read_controls(part: OffloadedPart, halves: Mapping[Half, Embeds]) -> tuple[C
 
 
 def _control(message: _Control, tensors: Sequence[Tensor | None], halves: Mapping[Half, Embeds]) -> ControlInput:
-    images = tuple(image for image in tensors if image is not None)
-    if len(images) < len(tensors) or any(
-        image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 for image in images
-    ):
-        raise ValueError(f"an image of ControlNet {message.name} is not uint8 [height, width, 3]")
+    images = tuple(check_pixels_or_latent(message.name, image, message.latent_scaling) for image in tensors)
     if not set(message.halves) <= set(halves):
         raise ValueError(f"ControlNet {message.name} controls a half of guidance whose conditions are missing")
     servers = tuple(ControlServer(name=name, address=address) for name, address in message.servers)
@@ -156,6 +155,7 @@ def _control(message: _Control, tensors: Sequence[Tensor | None], halves: Mappin
         halves={half: halves[half] for half in message.halves},
         scale=message.scale,
         guess_mode=message.guess_mode,
+        latent_scaling=message.latent_scaling,
         hosts=ControlHosts(digest=message.digest, servers=servers),
         share=Share(tenant=message.tenant, weight=message.weight),
     )

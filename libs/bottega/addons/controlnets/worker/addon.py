@@ -33,7 +33,7 @@ def create(context: EngineAddOnContext) -> WorkerControlNets:
         counters=context.counters,
         heartbeat=context.heartbeat,
     )
-    return WorkerControlNets(remote, local)
+    return WorkerControlNets(remote, local, context.model)
 
 
 class WorkerControlNets(EngineControlNets):
@@ -42,10 +42,11 @@ class WorkerControlNets(EngineControlNets):
     Args:
         remote: Runs all ControlNets, on servers or in this process.
         local: The ControlNets of this process.
+        model: The base model.
     """
 
-    def __init__(self, remote: RemoteControlNets, local: ConfiguredControlNets) -> None:
-        super().__init__(remote)
+    def __init__(self, remote: RemoteControlNets, local: ConfiguredControlNets, model: Model) -> None:
+        super().__init__(remote, model)
         self._remote = remote
         self._local = local
 
@@ -83,7 +84,9 @@ class ConfiguredControlNets:
             budget_bytes = min(config.budget_bytes, weights_bytes)
             model.memory.reserve("ControlNets", budget_bytes)
             self._cache = ControlNetCache(self._sources, budget_bytes=budget_bytes, device=model.device)
-            self.controlnets = LocalControlNets(self._cache, digests=self.digests, fixed_rows=fixed_rows)
+            self.controlnets = LocalControlNets(
+                self._cache, digests=self.digests, fixed_rows=fixed_rows, backbone=model.backbone
+            )
 
     def report(self) -> list[Hosted]:
         """Return the configured ControlNets for the worker's report to the fleet, sorted by name."""

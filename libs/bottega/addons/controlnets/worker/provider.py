@@ -16,13 +16,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets
+from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets, residual_at
 from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, residuals_layout
 from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
 from bottega.addons.controlnets.planning import pipelines
-from bottega.addons.controlnets.worker.server_link import ControlLinkSettings, ServerLink, StepResult, smoothed
+from bottega.addons.controlnets.worker.server_link import ControlLinkSettings, ServerLink, smoothed
 from bottega.addons.controlnets.worker.session_manager import PlacedSession, SessionManager
+from bottega.addons.controlnets.worker.step_result import StepResult
 from bottega.device.heartbeat import Heartbeat
+from bottega.model.backbone import Sd3Backbone
 from bottega.model.model import Model
 from bottega.model.rows import Row
 from bottega.transport import LinkCounters, OfferSource
@@ -101,6 +103,7 @@ class RemoteControlNets:
         heartbeat: Heartbeat | None = None,
     ) -> None:
         self._base = base
+        self._backbone = model.backbone
         self._dtype = model.dtype
         self._device = model.runtime
         self._local = local
@@ -221,7 +224,8 @@ class RemoteControlNets:
             assert answer is not None, "the engine takes residuals that are ready"
             result, place = answer
             self._taken.setdefault(row, set()).add(result)
-            addends.append(self._device.to_device(result.at(point, place), self._dtype))
+            (index,) = self._residuals(session, (point,))
+            addends.append(self._device.to_device(result.at(index, place), self._dtype))
         return addends
 
     def is_shared(self, row: Row) -> bool:
@@ -242,7 +246,12 @@ class RemoteControlNets:
             here = self._local_rows.get(row)
             return self._local is not None and here is not None and self._local.ready(here, points)
         answer = session.answer(row)
-        return answer is not None and answer[0].has(points)
+        return answer is not None and answer[0].has(self._residuals(session, points))
+
+    def _residuals(self, session: PlacedSession, points: tuple[int, ...]) -> list[int]:
+        """Return the indexes of the residuals of a session on a server that are added at points of the backbone."""
+        assert session.opened is not None, "the server has opened the session whose step it was asked for"
+        return [residual_at(self._backbone, point, session.opened.residuals) for point in points]
 
     def _is_void(self, row: Row) -> bool:
         if any(result.void for result in self._taken.get(row, ())):
@@ -250,44 +259,67 @@ class RemoteControlNets:
         return not all(self._manager.is_open(session) for session in _sessions(row))
 
     def _send(self, rows: Sequence[Row], *, ahead: bool = False) -> None:
-        """Request the residuals that rows need and that were not requested: one message for each server and group."""
-        wanted: dict[ServerLink, list[tuple[Row, PlacedSession]]] = {}
+        """Request the residuals that rows need and that were not requested: one message for each server and group.
+
+        ControlNets that read tokens get a message of their own, because samples of one message have one shape.
+        """
+        wanted: dict[tuple[ServerLink, bool], list[tuple[Row, PlacedSession]]] = {}
         for row in rows:
             for session in _sessions(row):
-                if session.lease is not None and session.lease.opened and not session.asked(row):
-                    wanted.setdefault(session.lease.link, []).append((row, session))
-        for link, pairs in wanted.items():
+                if session.lease is not None and session.opened is not None and not session.asked(row):
+                    wanted.setdefault((session.lease.link, session.opened.reads_tokens), []).append((row, session))
+        for (link, _), pairs in wanted.items():
+            # Rows with more residuals come first, so that a residual of fewer rows is that of the first rows.
+            pairs.sort(key=lambda pair: -_count(pair[1]))
             shape = pairs[0][0].sample.shape
-            shapes = tuple(self._base.shapes(shape[1], shape[2]))
+            shapes = self._shapes(pairs, shape[1], shape[2])
             row_bytes = sum(math.prod(point) for point in shapes) * self._dtype.itemsize
             most = max(1, link.slot_bytes // (row_bytes + 64 * len(shapes)) - 1)
             for start in range(0, len(pairs), most):
                 if ahead and not link.has_slots_to_spare:
                     break
-                self._ask_for(link, pairs[start : start + most], shapes)
+                part = pairs[start : start + most]
+                self._ask_for(link, part, self._shapes(part, shape[1], shape[2]))
+
+    def _shapes(
+        self, pairs: Sequence[tuple[Row, PlacedSession]], height: int, width: int
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of the residuals of the first of these rows, which has most of them."""
+        shapes = self._base.shapes(height, width)
+        # All residuals of a transformer have one shape; a ControlNet for a UNet has as many as the UNet has points.
+        return (shapes[0],) * _count(pairs[0][1]) if self._base.patch else tuple(shapes)
 
     def _ask_for(
-        self, link: ServerLink, pairs: Sequence[tuple[Row, PlacedSession]], shapes: tuple[tuple[int, int, int], ...]
+        self, link: ServerLink, pairs: Sequence[tuple[Row, PlacedSession]], shapes: tuple[tuple[int, ...], ...]
     ) -> None:
         samples = {id(row.sample): row for row, _ in pairs}  # both halves of a request share one sample
         places = {key: place for place, key in enumerate(samples)}
-        result = StepResult(residuals_layout(len(pairs), shapes, self._dtype), len(shapes))
+        counts = tuple(_count(session) for _, session in pairs) if self._base.patch else ()
+        layout = residuals_layout(len(pairs), shapes, self._dtype, counts=counts)
+        result = StepResult(layout, len(shapes))
         for place, (row, session) in enumerate(pairs):
             session.pipelined = session.pipelined or self._staleness.allows(
                 session.control, answer_s=link.answer_s, transfer_s=link.transfer_s
             )
             session.expect(row, result, place)
+        latents = torch.stack([row.sample for row in samples.values()])
+        opened = pairs[0][1].opened
         step = ControlStep(
             number=link.number(),
             entries=tuple(
                 StepEntry(session=session.number, half=row.half, sample=places[id(row.sample)])
                 for row, session in pairs
             ),
-            samples=torch.stack([row.sample for row in samples.values()]),
+            samples=self._tokens(latents) if opened is not None and opened.reads_tokens else latents,
             timesteps=torch.stack([row.timestep.float() for row in samples.values()]),
             alone=all(row.alone for row, _ in pairs),
         )
         link.ask(step, result)
+
+    @torch.inference_mode()
+    def _tokens(self, latents: Tensor) -> Tensor:
+        assert isinstance(self._backbone, Sd3Backbone), "a ControlNet that reads tokens fits no UNet"
+        return self._backbone.tokens(latents)
 
     def _compute(self) -> None:
         """Compute the residuals of sessions that run in this process."""
@@ -303,6 +335,11 @@ class RemoteControlNets:
         }:
             self._local_rows = rows
             self._local.ask(list(rows.values()))
+
+
+def _count(session: PlacedSession) -> int:
+    """Return the number of residuals of a session on a server."""
+    return session.opened.residuals if session.opened is not None else 0
 
 
 def _sessions(row: Row) -> list[PlacedSession]:

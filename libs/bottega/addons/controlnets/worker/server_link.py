@@ -11,28 +11,29 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-from torch import Tensor
 
 from bottega import kinds
 from bottega.addons.controlnets.engine.messages import (
     ControlMessageKind,
     ControlStep,
+    OpenedSession,
+    point_of,
+    read_opened,
     read_refusal,
     read_residuals_head,
     step_message,
 )
 from bottega.addons.controlnets.engine.provider import ControlServer
+from bottega.addons.controlnets.worker.step_result import StepResult
 from bottega.addons.interface.store_link import StoreLink
 from bottega.device_links.tensor_messages import TensorMessage, tensor_of
-from bottega.errors import BottegaError, DeadlineExceeded, LayoutMismatch, LeaseExpired, LinkClosed
+from bottega.errors import BottegaError, DeadlineExceeded, LayoutMismatch, LeaseExpired, LinkClosed, MessageAborted
 from bottega.rpc.status import from_job_error, job_error_from_json
 from bottega.transport import (
     Connection,
     Incoming,
-    Layout,
     Limits,
     LinkClientSettings,
     LinkCounters,
@@ -41,100 +42,9 @@ from bottega.transport import (
     WholeMessage,
     kind_of,
     number_message,
-    read_number,
 )
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class CallTimes:
-    """When a step was requested, and how long the response took."""
-
-    asked_s: float
-    """Time of the request, on CLOCK_MONOTONIC."""
-    seconds: float = 0.0
-    """Seconds from the request to the complete response; 0 until then."""
-
-
-class StepResult:
-    """A server's response to one step. The connection's thread fills it, the engine's thread reads it.
-
-    Args:
-        layout: Layout that the response must have.
-        points: Number of residuals of the network.
-    """
-
-    def __init__(self, layout: Layout, points: int) -> None:
-        self.layout = layout
-        self.points = points
-        self.shared = False
-        """Whether the server computed rows of other sessions or steps in the same batch (`computes_one_session`)."""
-        self.refused = False
-        """Whether the server has refused the step."""
-        self.void = False
-        """Whether the result can never become complete. Steps that used a part of it have to be repeated."""
-        self.times = CallTimes(asked_s=time.monotonic())
-        """Times of the request. They may outlive the result, whose memory they do not hold."""
-        self._tensors: dict[int, Tensor] = {}
-        self._users = 0
-        self._given_back = False
-        self._give_back: Callable[[], None] | None = None
-
-    @property
-    def whole(self) -> bool:
-        """Whether all residuals have arrived."""
-        return len(self._tensors) == self.points
-
-    def has(self, points: tuple[int, ...]) -> bool:
-        """Return whether the residuals with these indices have arrived."""
-        return all(point in self._tensors for point in points)
-
-    def at(self, point: int, place: int) -> Tensor:
-        """Return one row's residuals at a point that is here: [channels, height, width], read-only."""
-        return self._tensors[point][place]
-
-    def begin(self, give_back: Callable[[], None]) -> None:
-        """Record that the result begins to arrive.
-
-        Args:
-            give_back: Returns the result's memory to the server.
-        """
-        self._give_back = give_back
-        if self._users == 0:
-            self._return()
-
-    def put(self, point: int, tensor: Tensor) -> None:
-        """Add the residual with index `point`: [rows, channels, height, width]."""
-        self._tensors[point] = tensor
-        if self.whole:
-            self.times.seconds = time.monotonic() - self.times.asked_s
-
-    @property
-    def holds_memory(self) -> bool:
-        """Whether the result occupies, or will occupy, memory of the server."""
-        return not (self._given_back or self.refused)
-
-    def keep_copy(self) -> None:
-        """Copy the result, and return its memory to the server. Call this only while nothing reads the result."""
-        self._tensors = {point: tensor.clone() for point, tensor in self._tensors.items()}
-        self._return()
-
-    def use(self) -> None:
-        """Count one more row that reads the result."""
-        self._users += 1
-
-    def drop(self) -> None:
-        """Count one row less. When no row is left, return the memory to the server."""
-        self._users -= 1
-        if self._users == 0:
-            self._return()
-
-    def _return(self) -> None:
-        """Let the server reuse the result's memory, as soon as the result has begun to arrive."""
-        if self._give_back is not None:
-            self._given_back = True
-            self._give_back()
 
 
 # A quiet link is checked several times a second. A check that is later than this shows that this process itself was
@@ -160,6 +70,8 @@ class LeaseStatus:
     """The server's response to a request for a lease: opened, refused, or still pending."""
 
     opened: bool = False
+    sessions: tuple[OpenedSession, ...] = ()
+    """Facts about each session once it is opened, in the order of the request."""
     refusal: BottegaError | None = None
 
 
@@ -334,8 +246,10 @@ class ServerLink(StoreLink):
         layout = incoming.layout
         match ControlMessageKind(kind_of(layout)):
             case ControlMessageKind.OPENED:
-                if (answer := self._leases.pop(read_number(layout, parts), None)) is not None:
-                    answer.opened = True
+                lease, sessions = read_opened(layout, parts)
+                if (answer := self._leases.pop(lease, None)) is not None:
+                    answer.sessions = sessions
+                    answer.opened = True  # last, because the engine's thread reads it
             case ControlMessageKind.REFUSED:
                 refusal = read_refusal(layout, parts)
                 error = from_job_error(job_error_from_json(refusal.error))
@@ -356,25 +270,33 @@ class ServerLink(StoreLink):
     def _take_residuals(self, connection: Connection, incoming: Incoming) -> None:
         connection.wait(incoming, 1)
         number, shared = read_residuals_head(incoming.layout, incoming.part(0))
-        result = self._results.pop(number, None)
+        result = self._results.get(number)
         if result is None:
             raise ValueError(f"an answer to step {number} arrived, which was not requested")
         if result.layout.digest != incoming.layout.digest:
             raise LayoutMismatch(f"the answer to step {number} has residuals whose shapes do not fit the model")
         result.shared = shared
         result.begin(incoming.release)
-        for index in range(1, len(incoming.layout.specs)):
-            connection.wait(incoming, index + 1)
-            try:
-                part = incoming.part(index)
-            except LeaseExpired:
-                continue  # its slot was given back, because no row needs it any more
-            result.put(result.points - index, tensor_of(incoming.layout.specs[index], part))
-            self._changes.notify()
-        self._progress_s = time.monotonic()
+        computed_s = 0.0
+        try:
+            for index, spec in enumerate(incoming.layout.specs[1:], start=1):
+                connection.wait(incoming, index + 1, silence_s=self._settings.stall_s)
+                self._progress_s = time.monotonic()
+                try:
+                    part = incoming.part(index)
+                except LeaseExpired:
+                    continue  # its slot was given back, because no row needs it any more
+                if (point := point_of(spec)) is None:
+                    computed_s = float(tensor_of(spec, part)) / 1e6
+                    continue
+                result.put(point, tensor_of(spec, part))
+                self._changes.notify()
+        except MessageAborted:
+            return  # the server refuses the step in its next message
+        self._results.pop(number, None)
         self.answer_s = smoothed(self.answer_s, self._progress_s - result.times.asked_s)
         if connection.link is not None and not connection.link.backend_choice.backend.within_host:
-            self.transfer_s = smoothed(self.transfer_s, self._progress_s - incoming.began)
+            self.transfer_s = smoothed(self.transfer_s, max(0.0, self._progress_s - incoming.began - computed_s))
 
     def check(self) -> None:
         """Raise DeadlineExceeded if the server answers pings but makes no progress on the requested steps."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets
-from bottega.addons.controlnets.engine.messages import Opening, SessionSpec, open_message
+from bottega.addons.controlnets.engine.messages import OpenedSession, Opening, SessionSpec, open_message
 from bottega.addons.controlnets.engine.provider import (
     ControlCall,
     ControlInput,
@@ -22,13 +22,12 @@ from bottega.addons.controlnets.engine.provider import (
     shared_images,
 )
 from bottega.addons.controlnets.worker.server_link import (
-    CallTimes,
     ChangeCondition,
     ControlLinkSettings,
     LeaseStatus,
     ServerLink,
-    StepResult,
 )
+from bottega.addons.controlnets.worker.step_result import CallTimes, StepResult
 from bottega.engine.spans import MAX_SPANS
 from bottega.errors import BottegaError, ControlNetUnusable, NoControlNet, TooLarge
 from bottega.model.rows import Half, Row
@@ -80,6 +79,8 @@ class PlacedSession:
     lease: SessionLease | None = None
     local: Hashable | None = None
     """Handle of the session if it runs in this process; None otherwise."""
+    opened: OpenedSession | None = None
+    """Facts about its ControlNet from the server that runs the session; None before that has opened it."""
     error: BottegaError | None = None
     """Why nothing can run the session any more; None while something can."""
     pipelined: bool = False
@@ -274,8 +275,13 @@ class SessionManager:
             elif lease.answer.refusal is not None:
                 self._reassign(lease, lease.answer.refusal)
             elif not lease.opened and lease.answer.opened:
+                if len(lease.answer.sessions) != len(lease.sessions):
+                    link.close_lease(lease.number)
+                    self._reassign(lease, NoControlNet(f"ControlNet server {link.store.name} opened other sessions"))
+                    continue
                 lease.opened = True
-                for session in lease.sessions:
+                for session, opened in zip(lease.sessions, lease.answer.sessions, strict=True):
+                    session.opened = opened
                     session.ran.append(link.store.name)
             elif any(session.refused for session in lease.sessions):
                 link.close_lease(lease.number)
@@ -294,7 +300,7 @@ class SessionManager:
         self.assign(lease.sessions, why)
 
     def _detach(self, session: PlacedSession) -> None:
-        session.lease = None
+        session.lease = session.opened = None
         session.forget_answers()
         if session.local is not None and self._local is not None:
             self._local.close([session.local])
@@ -354,6 +360,7 @@ class SessionManager:
                     images_of=images_of,
                     modes=control.modes,
                     image_scales=control.image_scales,
+                    latent_scaling=control.latent_scaling,
                 )
             )
         opening = Opening(

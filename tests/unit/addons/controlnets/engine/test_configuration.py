@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from bottega.addons.controlnets.engine import ControlNetSource, check_weights, find_controlnet, load_controlnet
 from bottega.errors import ControlNetUnusable, InvalidRequest
-from bottega.model_files.controlnet_config import read_fields, read_network_config
+from bottega.model_files.controlnet_config import NetworkConfig, read_fields, read_network_config
 from tests.samples import published_configs
 from tests.samples.hostile_controlnets import CONFIG, HOSTILE, NO_JSON, REAL, changed, with_config
 
@@ -134,7 +134,9 @@ def test_lists_must_have_an_entry_for_each_level() -> None:
 
 
 def test_sdxls_own_configuration_is_taken() -> None:
-    assert read_network_config(json.dumps(published_configs.controlnet()).encode()).pooled_width == 1280
+    config = read_network_config(json.dumps(published_configs.controlnet()).encode())
+    assert isinstance(config, NetworkConfig)
+    assert config.pooled_width == 1280
 
 
 _JUNK = st.recursive(

@@ -16,7 +16,7 @@ from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import load_image
 from torch import Tensor
 
-from bottega.addons.controlnets.engine.local import process_image
+from bottega.addons.controlnets.engine.sessions import process_image
 from bottega.codec import images
 
 _SCALE = 8

@@ -26,6 +26,7 @@ from bottega.addons.controlnets.engine import (
     run_group,
     write_residuals,
 )
+from bottega.addons.controlnets.engine.network import UNetControlNet
 from bottega.addons.controlnets.engine.provider import ControlInput
 from bottega.errors import ControlNetUnusable
 from bottega.miniature import WEIGHTS
@@ -214,6 +215,7 @@ def test_with_fixed_rows_company_changes_no_bit(net: LoadedControlNet) -> None:
 def test_its_size_is_known_before_it_is_loaded(
     model: Model, base: ControlLayout, folder: Path, net: LoadedControlNet
 ) -> None:
+    assert isinstance(net, UNetControlNet)
     parameters = sum(parameter.numel() for parameter in net.network.parameters()) + sum(
         parameter.numel() for parameter in net.embedding.parameters()
     )

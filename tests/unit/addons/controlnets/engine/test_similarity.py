@@ -76,7 +76,7 @@ def test_what_is_measured_is_never_one_step_old(model: Model, shelf: ControlNetC
         )
         conditions = encode_prompts(model, spec)
         order = EngineOrder(key=0, spec=replace(spec, stale_residuals=True), control_images=(image,))
-        sessions = JobControlNets(Listening(shelf), order)
+        sessions = JobControlNets(Listening(shelf), order, model)
         sessions.begin(conditions, [Request(model, spec, conditions)])
         sessions.close()
     assert [control.may_be_stale for control in asked] == [False, True]

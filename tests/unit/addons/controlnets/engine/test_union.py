@@ -14,7 +14,7 @@ import torch
 from diffusers import ControlNetUnionModel
 from torch import Tensor
 
-from bottega.addons.controlnets.engine import ControlNetCache, find_controlnet, local, process_image
+from bottega.addons.controlnets.engine import ControlNetCache, find_controlnet, process_image, sessions
 from bottega.controlnet import worker_link
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
@@ -142,7 +142,7 @@ def test_images_that_begin_at_different_steps_are_sent_and_processed_once(
         processed.append(image)
         return process_image(image, *args)
 
-    monkeypatch.setattr(local, "process_image", process)
+    monkeypatch.setattr(sessions, "process_image", process)
     largest = 2 * sum(image.numel() for image in images)
     monkeypatch.setattr(worker_link, "_LIMITS", Limits(slots=8, slot_bytes=largest))
     with linked_server("server", folders, tmp_path) as server, Desk.closing():

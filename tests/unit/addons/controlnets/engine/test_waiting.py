@@ -150,7 +150,7 @@ def test_a_job_does_not_wait_for_ever(model: Model, shelves: Shelves) -> None:
 def opened(model: Model, controlnets: LocalControlNets, order: EngineOrder) -> Request:
     """A request as it stands when its server has died: its session is begun here, and its ControlNet not loaded."""
     conditions = encode_prompts(model, order.spec)
-    sessions = JobControlNets(controlnets, order)
+    sessions = JobControlNets(controlnets, order, model)
     request = Request(model, order.spec, conditions)
     sessions.begin(conditions, [request])
     request.controls = sessions.active
