@@ -46,7 +46,8 @@ class MemoryPlan:
 
     Args:
         budget_bytes: Device memory for this process; None if reservations are not limited.
-        available: Used without a budget: returns the bytes that are available to the process now, or None if unknown.
+        available: Returns the bytes of host memory that are available to the process now, or None if unknown. Without a
+            budget, they bound what is computed.
     """
 
     def __init__(self, budget_bytes: int | None = None, *, available: Callable[[], int | None] = lambda: None) -> None:
@@ -54,6 +55,7 @@ class MemoryPlan:
         self._available = available
         self._lock = threading.Lock()  # Guards the reservations.
         self._reserved: dict[str, int] = {}
+        self._on_host: dict[str, int] = {}
         self._row_bytes = 0.0
         self._decoding_bytes = 0.0
         self._refused: dict[int, tuple[int, int]] = {}
@@ -63,6 +65,12 @@ class MemoryPlan:
         """Reserved bytes by name."""
         with self._lock:
             return MappingProxyType(dict(self._reserved))
+
+    @property
+    def on_host(self) -> Mapping[str, int]:
+        """Bytes of host memory that are kept for the device, by name."""
+        with self._lock:
+            return MappingProxyType(dict(self._on_host))
 
     @property
     def left_bytes(self) -> int | None:
@@ -108,6 +116,23 @@ class MemoryPlan:
         with self._lock:
             self._reserved.pop(name, None)
         self._refused.clear()
+
+    def keep_on_host(self, name: str, size_bytes: int) -> None:
+        """Record bytes of pinned host memory under a name. Raise TooLarge if the host has too few available.
+
+        Args:
+            size_bytes: Bytes; what an earlier call recorded under the name is taken already.
+        """
+        left_bytes = self._available()
+        with self._lock:
+            more_bytes = size_bytes - self._on_host.get(name, 0)
+            if left_bytes is not None and more_bytes > left_bytes - _HOST_RESERVE_BYTES:
+                raise TooLarge(
+                    f"{name} would take {more_bytes // _MIB} MiB of the host's memory, and {left_bytes // _MIB} MiB "
+                    "are available; keep it on the device, or use a smaller dtype for it",
+                    metadata={"limit": "host_memory", "needed_mib": str(more_bytes // _MIB)},
+                )
+            self._on_host[name] = size_bytes
 
     def observe_forward(self, area: int, rows: int, peak_bytes: int | None) -> None:
         """Record the memory that a forward pass needed in addition to the weights.
@@ -264,8 +289,9 @@ def open_memory_plan(device: Device, budget_mib: int) -> MemoryPlan:
         )
     if budget_mib:
         device.limit_memory(budget_mib * _MIB)
-        return MemoryPlan(budget_mib * _MIB)
-    return MemoryPlan(free_bytes - max(_LEAST_RESERVE_BYTES, round(_RESERVE_SHARE * free_bytes)))
+        return MemoryPlan(budget_mib * _MIB, available=available_bytes)
+    reserve_bytes = max(_LEAST_RESERVE_BYTES, round(_RESERVE_SHARE * free_bytes))
+    return MemoryPlan(free_bytes - reserve_bytes, available=available_bytes)
 
 
 # Rarely, because a driver may take a millisecond to answer.
@@ -302,6 +328,7 @@ class DeviceMemoryMeter:
             self.last = DeviceMemory(
                 budget_bytes=self._plan.budget_bytes or 0,
                 held_bytes=self._plan.reserved,
+                host_bytes=self._plan.on_host,
                 allocated_bytes=self._device.allocated_bytes() or 0,
                 free_bytes=self._device.free_bytes() or 0,
             )

@@ -25,6 +25,7 @@ from bottega.model.backbone import GUIDANCE, TIMESTEP_COND
 from bottega.model.family import EncodedText, guidance_embedding
 from bottega.model.model import Model
 from bottega.model.rows import Embeds
+from bottega.model.text_encoders import JobTexts, TextCache
 from bottega.model.vae import encode_in_pieces
 from bottega.planning import rows_per_image
 from bottega.prompt_syntax import MalformedPrompt
@@ -78,16 +79,27 @@ class Sources:
     """The picture with grey under the mask, for models that read it."""
 
 
-def encode_all_prompts(model: Model, spec: ResolvedSpec) -> list[Conditions]:
-    """Return the conditions of each image of a spec, in order. Images with the same prompt share them."""
+def encode_all_prompts(
+    model: Model, spec: ResolvedSpec, *, tenant: str = "", changed: bool = False
+) -> list[Conditions]:
+    """Return the conditions of each image of a spec, in order. Images with the same prompt share them.
+
+    Args:
+        model: The model.
+        spec: The spec.
+        tenant: Whose prompts they are; see JobTexts.
+        changed: Whether LoRAs or embeddings of the spec are in the text encoders or tokenizers now.
+    """
+    loras = [(lora.digest, lora.scale) for lora in spec.loras]
+    embeddings = [(embedding.digest, embedding.token) for embedding in spec.embeddings]
+    texts = JobTexts(cache=model.prompt_cache, tenant=tenant, changes=(*loras, *embeddings) if changed else ())
     if not spec.prompts:
-        return [encode_prompts(model, spec)] * spec.num_images
+        return [encode_prompts(model, spec, texts=texts)] * spec.num_images
     encoded: dict[str, Conditions] = {}
-    negatives: dict[int, Embeds] = {}
     for index, prompt in enumerate(spec.prompts):
         if prompt not in encoded:
             single = replace(spec, prompt=prompt, prompts=())
-            encoded[prompt] = encode_prompts(model, single, field=f"prompts[{index}]", negatives=negatives)
+            encoded[prompt] = encode_prompts(model, single, field=f"prompts[{index}]", texts=texts)
     return [encoded[prompt] for prompt in spec.prompts]
 
 
@@ -98,7 +110,7 @@ def cfg_scale(model: Model, spec: ResolvedSpec) -> float:
 
 @torch.inference_mode()
 def encode_prompts(
-    model: Model, spec: ResolvedSpec, *, field: str = "prompt", negatives: dict[int, Embeds] | None = None
+    model: Model, spec: ResolvedSpec, *, field: str = "prompt", texts: JobTexts | None = None
 ) -> Conditions:
     """Return the conditions for the prompt of a spec, without an unconditional half if it has no guidance.
 
@@ -108,27 +120,26 @@ def encode_prompts(
         model: The model.
         spec: Spec with one prompt.
         field: Name of the prompt's field, for `Conditions.truncations`.
-        negatives: Encoded negative prompts of the spec by number of chunks, which are used and added to.
+        texts: Texts that are encoded already, which are used and added to; None encodes all.
     """
-    negatives = {} if negatives is None else negatives
+    texts = texts or JobTexts(cache=TextCache())
     # As in Diffusers, an empty second prompt means the first one. The third text encoder has no prompt of its own.
-    texts = (spec.prompt, spec.prompt_2 or spec.prompt, spec.prompt)
-    prompts = _read(model, spec, texts, (field, "prompt_2" if spec.prompt_2 else field, field))
+    words = (spec.prompt, spec.prompt_2 or spec.prompt, spec.prompt)
+    prompts = _read(model, spec, words, (field, "prompt_2" if spec.prompt_2 else field, field))
     guided = rows_per_image(cfg_scale(model, spec)) > 1
     zeros = spec.negative_prompt is None and model.zeros_for_absent_negative
     negative_prompts = _read_negative(model, spec) if guided and not zeros else _Prompts()
     chunks = max(prompts.longest, negative_prompts.longest)
-    text = _encode(model, prompts, chunks, spec.clip_skip)
+    text = _encode_once(model, prompts, chunks, spec.clip_skip, texts)
     conditional = _with_picture(model, spec, Embeds(prompt=text.prompt, added=text.added))
     unconditional = None
     if guided and zeros:
         empty = Embeds(prompt=text.prompt, added=text.added).map(torch.zeros_like)
         unconditional = _with_picture(model, spec, empty)
     elif guided:
-        if chunks not in negatives:
-            encoded = _encode(model, negative_prompts, chunks, spec.clip_skip if spec.weighted else None)
-            negatives[chunks] = _with_picture(model, spec, Embeds(prompt=encoded.prompt, added=encoded.added))
-        unconditional = negatives[chunks]
+        clip_skip = spec.clip_skip if spec.weighted else None
+        negative = _encode_once(model, negative_prompts, chunks, clip_skip, texts)
+        unconditional = _with_picture(model, spec, Embeds(prompt=negative.prompt, added=negative.added))
     tensors = [tensor for half in (conditional, unconditional) if half is not None for tensor in half.tensors.values()]
     return Conditions(
         conditional=conditional,
@@ -150,7 +161,8 @@ def sample_conditions(model: Model, spec: ResolvedSpec) -> Conditions:
         chunk, _ = plain_chunk("", tokenizer, model.family.prompt_tokens.get(part))
         outputs.append(encoder(torch.tensor([chunk.ids], device=encoder.device), output_hidden_states=True))
         states.append(model.family.states(encoder, outputs[-1], None))
-    text, generator = model.family.join(states, outputs), torch.Generator("cpu").manual_seed(0)
+    text = model.family.join(states, outputs).to(model.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def noise(shaped: Tensor) -> Tensor:
         return model.runtime.to_device(torch.randn(shaped.shape, generator=generator), shaped.dtype)
@@ -276,8 +288,18 @@ def _read(model: Model, spec: ResolvedSpec, texts: Sequence[str], fields: Sequen
     return _Prompts(chunks=chunks, truncations=cuts)
 
 
+def _encode_once(model: Model, prompts: _Prompts, count: int, clip_skip: int | None, texts: JobTexts) -> EncodedText:
+    """Return encoded prompts, to which empty chunks are added up to `count`, from `texts` if it has them."""
+    key = texts.key((tuple(tuple(chunks) for chunks in prompts.chunks), count, clip_skip))
+    text = texts.find(key)
+    if text is None:
+        text = _encode(model, prompts, count, clip_skip)
+        texts.add(key, text)
+    return text
+
+
 def _encode(model: Model, prompts: _Prompts, count: int, clip_skip: int | None) -> EncodedText:
-    """Encode prompts, to which empty chunks are added up to `count`."""
+    """Encode prompts, to which empty chunks are added up to `count`, in the model's element type."""
     states, first_outputs = list[Tensor](), list[Any]()
     for own, tokenizer, encoder in zip(prompts.chunks, model.tokenizers, model.text_encoders, strict=True):
         chunks = [*own, *(empty_chunk(tokenizer) for _ in range(count - len(own)))]
@@ -289,7 +311,7 @@ def _encode(model: Model, prompts: _Prompts, count: int, clip_skip: int | None) 
             if len(encoded) == 1:
                 first_outputs.append(output)
         states.append(torch.cat([encoded[chunk] for chunk in chunks], dim=1))
-    return model.family.join(states, first_outputs)
+    return model.family.join(states, first_outputs).to(model.dtype)
 
 
 class LatentPreview:

@@ -262,7 +262,9 @@ def open_job(
     given = (part.conditions for part in addons.values() if part.conditions is not None)
     conditions = conditions if conditions is not None else next(given, None)
     if conditions is None:
-        conditions = encode_all_prompts(replace(model, tokenizers=tokenizers), order.spec)
+        changed = any(part.changes_prompt for part in addons.values())
+        reading = replace(model, tokenizers=tokenizers)
+        conditions = encode_all_prompts(reading, order.spec, tenant=order.share.tenant, changed=changed)
     yield
     state = _resumed_state(model, order) if all(part.resumable for part in addons.values()) else None
     if state is None:

@@ -50,6 +50,11 @@ class EncodedText:
     summary: Tensor
     """One vector for the whole text, by which similar prompts are found, [features]."""
 
+    def to(self, dtype: torch.dtype) -> EncodedText:
+        """Return the text with tensors of an element type, because text encoders may have another than the network."""
+        added = {name: tensor.to(dtype) for name, tensor in self.added.items()}
+        return EncodedText(prompt=self.prompt.to(dtype), added=added, summary=self.summary.to(dtype))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:

@@ -9,7 +9,7 @@ import math
 import warnings
 from collections.abc import Collection, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
@@ -22,7 +22,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 from transformers.utils import logging as transformers_logging
 
 from bottega.device.device import Device
-from bottega.device.devices import use_device
+from bottega.device.devices import open_device, use_device
 from bottega.device.engine_start import StartReporter, silent_reporter
 from bottega.device.memory_plan import MemoryPlan, is_out_of_memory, open_memory_plan
 from bottega.errors import ConfigError
@@ -31,6 +31,7 @@ from bottega.model.family import ModelFamily, family_of
 from bottega.model.operations import Operations
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
+from bottega.model.text_encoders import TextCache, TextEncoderSettings, keep_on_host
 from bottega.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.model.weights import (
     NOWHERE,
@@ -46,12 +47,16 @@ from bottega.model_files.digest import KnownDigests, model_digest
 from bottega.model_files.family_names import OPTIONAL_PARTS
 from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.presets import Preset, read_preset
-from bottega.model_files.report import ModelReport
+from bottega.model_files.report import ModelReport, PartReport
 from bottega.plain_text import excerpt
 
 _SHOWN_CHARACTERS = 200
 # Seconds between reports of the progress of hashing.
 _HASH_REPORT_S = 0.1
+# Largest share of the memory that the weights leave which embeddings of prompts may take.
+_PROMPTS_SHARE = 0.05
+# Reservation for the weights of the block of a text encoder that is kept on the host.
+_BLOCKS = "text encoder blocks"
 
 ROLES = frozenset({"encode", "denoise", "decode"})
 """The stages of a picture: the text encoders, the network with the VAE's encoder of pictures, and the VAE's decoder."""
@@ -104,11 +109,18 @@ class Model:
     """Operations that accelerations may replace."""
     memory: MemoryPlan = field(default_factory=MemoryPlan)
     """Plan of the memory of the device."""
+    prompt_cache: TextCache = field(default_factory=TextCache)
+    """Cache of encoded prompts."""
 
     @property
     def encodes(self) -> bool:
         """Whether the text encoders are loaded. If not, they have no weights, and another process computes them."""
         return bool(self.text_encoders[0].device.type != NOWHERE)
+
+    @property
+    def encodes_as_stock(self) -> bool:
+        """Whether the text encoders have the model's element type, as `from_pretrained` loads them with one dtype."""
+        return all(encoder.dtype == self.dtype for encoder in self.text_encoders)
 
     @property
     def decodes(self) -> bool:
@@ -228,6 +240,8 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     vae: VaeSettings | None = None,
+    text: Mapping[str, TextEncoderSettings] = MappingProxyType({}),
+    prompt_cache_bytes: int = 0,
     device_memory_mib: int = 0,
     variant: str = "",
     vae_folder: Path | None = None,
@@ -243,6 +257,8 @@ def load_model(
         folder: Folder with model_index.json.
         name: Name of the model in requests.
         dtype: Element type of the weights in memory.
+        text: Settings of text encoders, by part.
+        prompt_cache_bytes: See TextCache. On a small device it gets less.
         device_memory_mib: See `open_memory_plan`.
         variant: See `check_model_folder`.
         vae_folder: Folder of a VAE that replaces the model's own.
@@ -266,8 +282,8 @@ def load_model(
     memory = open_memory_plan(runtime, device_memory_mib)
     reporter = reporter or silent_reporter()
     target = Placement(device=runtime.torch_device, dtype=dtype, on_read=reporter.advance)
-    with _Hashing(report, preset, known_digests) as hashing:
-        pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter, roles=roles)
+    with _Hashing(report, preset, known_digests, _text_dtypes(text, dtype)) as hashing:
+        pipeline, decoder = _load_parts(report, target, memory, vae or VaeSettings(), reporter, text=text, roles=roles)
         model_hash = hashing.result(reporter)
     config = _scheduler_config(pipeline.scheduler, preset, family.scheduler_overrides)
     denoiser = getattr(pipeline, next(iter(family.networks)))
@@ -285,11 +301,23 @@ def load_model(
         vae=pipeline.vae,
         decoder=decoder,
         memory=memory,
+        prompt_cache=_prompt_cache(memory, prompt_cache_bytes),
         samplers=_samplers(config, defaults, even_sigmas=family.even_sigmas),
         zeros_for_absent_negative=bool(pipeline.config.get("force_zeros_for_empty_prompt")),
         latent_scale=pipeline.vae_scale_factor,
         defaults=defaults,
     )
+
+
+def _prompt_cache(memory: MemoryPlan, size_bytes: int) -> TextCache:
+    """Return a cache of prompts, with less memory on a device where the weights leave little."""
+    return TextCache(memory.reserve_up_to("prompts", size_bytes, share=_PROMPTS_SHARE) if size_bytes else 0)
+
+
+def _text_dtypes(text: Mapping[str, TextEncoderSettings], dtype: torch.dtype) -> dict[str, str]:
+    """Return the names of the element types of text encoders, by part, that differ from the model's."""
+    wanted = {part: settings.dtype or dtype for part, settings in text.items()}
+    return {part: dtype_name(own) for part, own in wanted.items() if own != dtype}
 
 
 def _scheduler_config(
@@ -324,6 +352,7 @@ def _load_parts(
     vae: VaeSettings,
     reporter: StartReporter,
     *,
+    text: Mapping[str, TextEncoderSettings],
     roles: Collection[str],
 ) -> tuple[Any, VaeDecoder]:
     """Load the parts onto the device, into the family's pipeline.
@@ -338,13 +367,17 @@ def _load_parts(
     family, parts = family_of(report), dict[str, nn.Module]()
     try:
         for name, kind in {**family.text_encoders, **family.networks}.items():
-            is_encoder = name in family.text_encoders
+            is_encoder, settings = name in family.text_encoders, text.get(name, TextEncoderSettings())
+            own = replace(target, dtype=settings.dtype or target.dtype) if is_encoder else target
             if not _is_needed(name, roles, is_encoder=is_encoder):
-                parts[name] = outline(kind, report.parts[name], target.dtype)
+                parts[name] = outline(kind, report.parts[name], own.dtype)
                 continue
             reporter.begin(f"loading {name}", report.parts[name].size_bytes)
-            load = load_text_encoder if is_encoder else load_network
-            parts[name] = load(kind, report.parts[name], target)
+            if is_encoder and settings.on_host and target.device.type != "cpu":
+                parts[name] = _load_on_host(kind, report.parts[name], own, memory)
+            else:
+                load = load_text_encoder if is_encoder else load_network
+                parts[name] = load(kind, report.parts[name], own)
             _reserve(memory, parts)
         absent = dict.fromkeys(part for part in OPTIONAL_PARTS.get(report.family, ()) if part not in report.parts)
         with ignored_algorithm_advice(), warnings.catch_warnings():
@@ -384,8 +417,20 @@ def _is_needed(part: str, roles: Collection[str], *, is_encoder: bool = False) -
     return "denoise" in roles or (part == "vae" and "decode" in roles)
 
 
+def _load_on_host(kind: Any, part: PartReport, target: Placement, memory: MemoryPlan) -> nn.Module:
+    """Load a text encoder into host memory, from which its blocks visit the device; see `keep_on_host`."""
+    memory.keep_on_host(part.name, part.parameters * target.dtype.itemsize)
+    encoder: nn.Module = load_text_encoder(kind, part, replace(target, device=torch.device("cpu")))
+    kept = keep_on_host(encoder, open_device(target.device))
+    memory.keep_on_host(part.name, kept.host)
+    # The encoders compute one after the other.
+    memory.reserve(_BLOCKS, max(kept.device, memory.reserved.get(_BLOCKS, 0)))
+    return encoder
+
+
 def _reserve(memory: MemoryPlan, parts: Mapping[str, nn.Module]) -> None:
-    memory.reserve("model", sum(map(size_bytes, parts.values())))
+    loaded = (part for name, part in parts.items() if name not in memory.on_host)
+    memory.reserve("model", sum(map(size_bytes, loaded)))
 
 
 class _Hashing:
@@ -394,12 +439,14 @@ class _Hashing:
     Leaving its context ends the thread.
     """
 
-    def __init__(self, report: ModelReport, preset: Preset, known: KnownDigests | None) -> None:
+    def __init__(
+        self, report: ModelReport, preset: Preset, known: KnownDigests | None, text_dtypes: Mapping[str, str]
+    ) -> None:
         self._size_bytes = report.size_bytes
         self._hashed_bytes = 0
         self._cancelled = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="model-hash")
-        self._digest = self._pool.submit(model_digest, report, preset, self._advance, known)
+        self._digest = self._pool.submit(model_digest, report, preset, self._advance, known, text_dtypes=text_dtypes)
 
     def __enter__(self) -> Self:
         return self

@@ -8,10 +8,11 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
+from types import MappingProxyType
 
 import psutil
 
@@ -150,12 +151,17 @@ def model_digest(
     preset: Preset | None = None,
     on_read: Callable[[int], None] = lambda _: None,
     known: KnownDigests | None = None,
+    *,
+    text_dtypes: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Return the SHA-256 of a model, hex: of the names and contents of its index and of all files that are loaded.
 
     Other files in the folder, such as ControlNets, LoRAs and weights of another variant, do not change what the model
     draws. Of a preset only the fields of its scheduler do; the rest are defaults, which each request's parameters
     contain.
+
+    Args:
+        text_dtypes: Element types of text encoders, by part, that differ from that of the model.
     """
     paths, other = {report.folder / INDEX_FILE}, set[Path]()
     for part in report.parts.values():
@@ -170,7 +176,8 @@ def model_digest(
     if other:  # a VAE in the place of the model's own
         replaced = files_digest(next(iter(other)).parent, other, hashed=hashed)
         total = hashlib.sha256(f"{total}\0vae={replaced}".encode()).hexdigest()
-    changes = "".join(f"\0{name}={value}" for name, value in (preset or Preset()).scheduler_overrides.items())
+    different = {**(preset or Preset()).scheduler_overrides, **dict(sorted(text_dtypes.items()))}
+    changes = "".join(f"\0{name}={value}" for name, value in different.items())
     return hashlib.sha256(f"{total}{changes}".encode()).hexdigest() if changes else total
 
 

@@ -58,6 +58,44 @@ class VaeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TextEncoderConfig:
+    """Settings of one text encoder."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """Data type in which it computes; auto: engine.dtype.
+
+    With any other value the provenance of images says that they are not exact. All workers of a model need the same.
+    """
+    keep_on: Literal["device", "host"] = "device"
+    """Where its weights are.
+
+    host: in the host's memory, and each block of layers on the device only while it computes. That leaves memory of the
+    device to images, and copies the weights for every prompt that is not in the cache. On a CPU both are the same.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextConfig:
+    """Settings of the text encoders and of the cache of prompts' embeddings."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    text_encoder: TextEncoderConfig = field(default_factory=TextEncoderConfig)
+    text_encoder_2: TextEncoderConfig = field(default_factory=TextEncoderConfig)
+    text_encoder_3: TextEncoderConfig = field(default_factory=TextEncoderConfig)
+    cache_mib: NotNegative = 64
+    """MiB of the device's memory for embeddings of prompts. A tenant's equal prompts are encoded once. 0: no cache."""
+
+    @property
+    def encoders(self) -> Mapping[str, TextEncoderConfig]:
+        """Settings that differ from the defaults, by the text encoder's part."""
+        all_parts = {part: getattr(self, part) for part in ("text_encoder", "text_encoder_2", "text_encoder_3")}
+        return {part: settings for part, settings in all_parts.items() if settings != TextEncoderConfig()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerConfig:
     """Settings of a pair of workers, which compute batch rows for each other."""
 
@@ -205,6 +243,7 @@ class EngineConfig:
     progress_interval_s: Seconds = 0.2
     """Shortest time in seconds between two progress reports of an image."""
     vae: VaeConfig = field(default_factory=VaeConfig)
+    text: TextConfig = field(default_factory=TextConfig)
     loras: LorasConfig = field(default_factory=LorasConfig)
     controlnets: ControlNetsConfig = field(default_factory=ControlNetsConfig)
     cache: CachedStartsConfig = field(default_factory=CachedStartsConfig)
@@ -308,6 +347,13 @@ def report_on_model(config: EngineConfig) -> ModelReport:
     return check_model_folder(folder_of(config.model), config.model_variant, vae=vae)
 
 
+def check_text_encoders(config: EngineConfig, report: ModelReport) -> None:
+    """Raise ConfigError if a text encoder has settings and the model does not have it."""
+    if unknown := [part for part in config.text.encoders if part not in report.parts]:
+        known = ", ".join(part for part in report.parts if part.startswith("text_encoder"))
+        raise ConfigError(f"engine.text.{unknown[0]} is set, but the model has only {known}; remove the setting")
+
+
 def single_vae(config: EngineConfig) -> Path | None:
     """Return the single file of the VAE that a worker's configuration names; None if it names none or a folder."""
     return Path(config.vae.folder) if is_single_file(config.vae.folder) else None
@@ -326,6 +372,7 @@ def check_model(config: WorkerConfig) -> None:
     folder, report = folder_of(config.engine.model), report_on_model(config.engine)
     if refusal := report.refusal or (vae_refusal(vae, report.family) if vae is not None else ""):
         raise ConfigError(refusal)
+    check_text_encoders(config.engine, report)
     if config.engine.controlnets.folders:
         base = read_base_layout(folder)
         for name, net in config.engine.controlnets.folders.items():

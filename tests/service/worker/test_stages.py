@@ -26,6 +26,7 @@ from bottega.engine.spec import EmbeddingSpec, ResolvedSpec
 from bottega.errors import BottegaError, InternalError, PeerDead, Poisoned, TooLarge, Unavailable
 from bottega.fair_order import Share
 from bottega.model.model import Model, load_model
+from bottega.model.text_encoders import TextCache
 from bottega.model.vae import VaeSettings
 from bottega.process.child import FramedPipe, open_pair
 from bottega.transport import LinkCounters, ServiceOffer
@@ -118,7 +119,7 @@ class Parted:
     """An engine without text encoders and decoder, and its stage workers by name. roles: its own."""
 
     def __init__(self, folder: Path, *, vae: VaeSettings | None = None, roles: tuple[str, ...] = ("denoise",)) -> None:
-        encoder, decoder = loaded("encode"), loaded("decode", vae=vae)
+        encoder, decoder = replace(loaded("encode"), prompt_cache=TextCache(1 << 20)), loaded("decode", vae=vae)
         self.workers = {
             "enc": StageWorker("encode", encoder, folder / "enc.sock"),
             "dec-1": StageWorker("decode", decoder, folder / "dec-1.sock"),
@@ -212,6 +213,11 @@ def test_pictures_and_records_are_those_of_a_whole_worker(parted: Parted, whole:
             # The colours of previews are fitted by each engine.
             assert (previews(drawn) - previews(wanted)).abs().max() <= 1
     assert parted.workers["dec-1"].computed + parted.workers["dec-2"].computed == 8
+    cache = parted.workers["enc"].links.model.prompt_cache
+    assert cache.hits, "two jobs have the same prompts"
+    misses = cache.misses
+    parted.draw(EngineOrder(key="other", spec=SPEC, share=Share(tenant="other")))
+    assert cache.misses == misses + 2
 
 
 def test_weights_of_other_stages_are_not_loaded() -> None:

@@ -30,6 +30,17 @@ def test_reservations_share_one_budget_and_are_named_when_it_is_not_enough() -> 
     plan.reserve("ControlNets", 11 * MIB)
 
 
+def test_what_is_kept_on_the_host_must_be_available_there() -> None:
+    plan = MemoryPlan(MIB, available=lambda: 100 * MIB)
+    plan.keep_on_host("text_encoder_3", 30 * MIB)
+    plan.keep_on_host("text_encoder_3", 60 * MIB)  # 30 MiB of which it has
+    assert (plan.on_host, plan.left_bytes) == ({"text_encoder_3": 60 * MIB}, MIB)
+    with pytest.raises(
+        TooLarge, match=r"text_encoder would take 37 MiB of the host's memory, and 100 MiB are available; keep it on"
+    ):
+        plan.keep_on_host("text_encoder", 37 * MIB)
+
+
 def test_rows_that_fit_follow_from_the_peaks_and_one_always_may_try() -> None:
     plan = MemoryPlan(100 * MIB)
     assert plan.most_rows(16, decoded_area=16) is None  # nothing is known

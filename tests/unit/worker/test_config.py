@@ -13,7 +13,16 @@ from safetensors.torch import load_file, save_file
 
 from bottega.errors import ConfigError
 from bottega.worker.__main__ import _imported
-from bottega.worker.config import EngineConfig, PeerConfig, VaeConfig, WorkerConfig, check_model, report_on_model
+from bottega.worker.config import (
+    EngineConfig,
+    PeerConfig,
+    TextConfig,
+    TextEncoderConfig,
+    VaeConfig,
+    WorkerConfig,
+    check_model,
+    report_on_model,
+)
 from tests.samples.single_files import write_single_file, write_vae_file
 
 
@@ -27,6 +36,13 @@ def test_a_worker_with_one_stage_refuses_named_accelerations() -> None:
         EngineConfig(roles=("decode",), accelerations=("channels_last.vae",))
     with pytest.raises(ValueError, match=r"must have exactly one role: \[encode\] or \[decode\]"):
         EngineConfig(roles=("encode", "decode"))
+
+
+def test_settings_of_a_text_encoder_that_the_model_lacks_are_refused() -> None:
+    check_model(WorkerConfig(engine=EngineConfig(text=TextConfig(text_encoder_2=TextEncoderConfig(keep_on="host")))))
+    assert _refusal(EngineConfig(text=TextConfig(text_encoder_3=TextEncoderConfig(dtype="bfloat16")))) == (
+        "engine.text.text_encoder_3 is set, but the model has only text_encoder, text_encoder_2; remove the setting"
+    )
 
 
 def test_a_single_file_of_a_whole_model_may_be_served(tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ def test_waiting_and_patching_count_once_for_all_loras_of_an_attempt() -> None:
 
 def test_a_beat_is_shown_as_counters_and_gauges() -> None:
     registry = CollectorRegistry()
-    memory = DeviceMemory(budget_bytes=9, held_bytes={"model": 5}, allocated_bytes=6, free_bytes=3)
+    memory = DeviceMemory(
+        budget_bytes=9, held_bytes={"model": 5}, host_bytes={"text_encoder_3": 4}, allocated_bytes=6, free_bytes=3
+    )
     measured = [
         EngineMetric(name="bottega_worker_lora_swaps", text="Swaps.", value=1, counts=True),
         EngineMetric(name="bottega_worker_recordings", text="Templates.", value=2),
@@ -60,6 +62,7 @@ def test_a_beat_is_shown_as_counters_and_gauges() -> None:
     assert {name: registry.get_sample_value(f"bottega_{name}") for name in found} == found
     labelled = {
         ("device_held_bytes", "holder", "model"): 5,
+        ("device_host_bytes", "holder", "text_encoder_3"): 4,
         ("worker_stage_seconds_sum", "stage", "decode"): 2.5,
         ("worker_stage_seconds_count", "stage", "decode"): 2,
     }

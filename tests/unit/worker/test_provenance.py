@@ -9,13 +9,16 @@ import pytest
 import torch
 
 from bottega.engine.acceleration.acceleration import AccelerationResult
+from bottega.engine.encode import encode_all_prompts
 from bottega.engine.events import EngineRecord, JobFinished, JobKept
 from bottega.engine.limits import EngineLimits
-from bottega.model.model import Model
-from bottega.v1.engine_pb2 import EngineStart
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model, load_model
+from bottega.model.text_encoders import TextCache, TextEncoderSettings
+from bottega.v1.engine_pb2 import EngineBeat, EngineStart
 from bottega.v1.generation_pb2 import GenerationSpec, Provenance
 from bottega.v1.worker_pb2 import RunAttemptRequest
-from bottega.worker.engine.messages import event_of, ready_of
+from bottega.worker.engine.messages import add_prompt_metrics, event_of, ready_of
 from bottega.worker.engine.orders import order_of
 from tests.samples.small_model import SIZE, small_model
 from tests.support.engines import make_engine
@@ -51,6 +54,23 @@ def test_a_picture_that_was_not_decoded_as_stock_decodes_is_not_exact(model: Mod
     tiled_record = EngineRecord(provenance=Provenance(vae_tiled=True), seconds={}, decoded_as_stock=False)
     tiled = event_of(JobFinished(key=("job", 1), record=tiled_record), engine).done.provenance
     assert (tiled.exact, tiled.vae_tiled) == (False, True)
+
+
+def test_a_picture_of_a_text_encoder_in_another_dtype_is_not_exact() -> None:
+    text = {"text_encoder": TextEncoderSettings(dtype=torch.bfloat16)}
+    model = load_model(small_model(), name="m", device=torch.device("cpu"), dtype=torch.float32, text=text)
+    record = EngineRecord(provenance=Provenance(), seconds={})
+    event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
+    assert not event.done.provenance.exact
+
+
+def test_a_beat_has_the_counts_of_the_cache_of_prompts(model: Model) -> None:
+    cached, beat = replace(model, prompt_cache=TextCache(1 << 20)), EngineBeat()
+    for _ in range(2):
+        encode_all_prompts(cached, ResolvedSpec(prompt="a star", guidance_scale=1.0))
+    add_prompt_metrics(beat, cached)
+    values = {metric.name.removeprefix("bottega_worker_prompt_cache_"): metric.value for metric in beat.metrics}
+    assert values == {"hits": 1, "misses": 1, "bytes": cached.prompt_cache.used_bytes}
 
 
 def test_shared_turns_in_half_precision_make_a_picture_approximate(model: Model) -> None:

@@ -326,6 +326,8 @@ def device_metrics(memory: DeviceMemory) -> Iterator[Metric]:
     """Yield metrics of the device from the last report of a service's engine. All are 0 on a CPU."""
     text = "Bytes of device memory that are reserved, by purpose."
     yield gauge_by("holder", "bottega_device_held_bytes", text, memory.held_bytes)
+    text = "Bytes of pinned host memory that are kept for the device, by purpose."
+    yield gauge_by("holder", "bottega_device_host_bytes", text, memory.host_bytes)
     yield from gauges(
         "bottega_device",
         ("budget_bytes", "Upper bound on the device memory of the engine; 0 on a CPU.", memory.budget_bytes),

@@ -206,14 +206,25 @@ def beat_of(runtime: Runtime, *, peer_links: int, device_memory: DeviceMemory) -
         links=link_counts(runtime.counters, open_links=peer_links),
         device_memory=device_memory,
     )
+    add_prompt_metrics(beat, engine.model)
     for addon in engine.addons:
         addon.fill_beat(beat)
     return engine_pb2.EngineEvent(beat=beat)
 
 
+def add_prompt_metrics(beat: engine_pb2.EngineBeat, model: Model) -> None:
+    """Add what the cache of encoded prompts has counted to the report, if the model has text encoders."""
+    if not model.encodes:
+        return
+    cache, name = model.prompt_cache, "bottega_worker_prompt_cache"
+    beat.metrics.add(name=f"{name}_hits", text="Prompts whose embeddings were cached.", value=cache.hits, counts=True)
+    beat.metrics.add(name=f"{name}_misses", text="Prompts that were encoded.", value=cache.misses, counts=True)
+    beat.metrics.add(name=f"{name}_bytes", text="Bytes of cached embeddings of prompts.", value=cache.used_bytes)
+
+
 def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance:
     record = event.record
-    exact_if_alone = record.exact and record.decoded_as_stock
+    exact_if_alone = record.exact and record.decoded_as_stock and engine.model.encodes_as_stock
     provenance = generation_pb2.Provenance(
         model_hash=engine.model.digest,
         dtype=engine.model.dtype_name,

@@ -21,8 +21,9 @@ from bottega.engine.limits import EngineLimits
 from bottega.errors import ConfigError, InvalidRequest
 from bottega.manifest import load_object, read_services
 from bottega.model.model import Model, load_model
+from bottega.model.text_encoders import TextEncoderSettings
 from bottega.model.vae import VaeSettings
-from bottega.model.weights import pick_dtype
+from bottega.model.weights import DTYPES, pick_dtype
 from bottega.model_files.digest import KnownDigests
 from bottega.model_files.folder_check import name_of
 from bottega.rpc.link_service import link_endpoints
@@ -30,7 +31,7 @@ from bottega.rpc.status import from_job_error
 from bottega.state_folder import service_state
 from bottega.transport import DeviceLinks, LinkCounters, ServiceOffer, offer_from_wire
 from bottega.v1.link_pb2 import LinkResult, LinkTerm, OpenLinkRequest, OutgoingLinkRequest
-from bottega.worker.config import EngineConfig, report_on_model
+from bottega.worker.config import EngineConfig, check_text_encoders, report_on_model
 from bottega.worker.peer import Follower, Leader, PeerLinkSettings
 from bottega.worker.stages.addons import stage_addons
 
@@ -183,6 +184,11 @@ def load_model_for(config: EngineConfig, reporter: StartReporter) -> Model:
     report, device = report_on_model(config), pick_device(config.device)
     if report.problems:
         raise ConfigError(report.refusal)
+    check_text_encoders(config, report)
+    text = {
+        part: TextEncoderSettings(dtype=DTYPES.get(settings.dtype), on_host=settings.keep_on == "host")
+        for part, settings in config.text.encoders.items()
+    }
     reporter.begin("choosing an element type")
     return load_model(
         report.folder,
@@ -190,6 +196,8 @@ def load_model_for(config: EngineConfig, reporter: StartReporter) -> Model:
         device=device,
         dtype=pick_dtype(config.dtype, report, device),
         vae=VaeSettings(dtype=config.vae.dtype, tile_pixels=config.vae.tile_pixels),
+        text=text,
+        prompt_cache_bytes=config.text.cache_mib << 20,
         device_memory_mib=config.device_memory_mib,
         variant=config.model_variant,
         vae_folder=Path(config.vae.folder) if config.vae.folder else None,

@@ -35,6 +35,7 @@ from bottega.transport import Connection, Incoming, Limits, Link, LinkHandler, L
 from bottega.v1.engine_pb2 import EngineBeat, EngineCommand, EngineEvent
 from bottega.v1.fleet_pb2 import RunningAttempt
 from bottega.worker.config import EngineConfig
+from bottega.worker.engine.messages import add_prompt_metrics
 from bottega.worker.stages.messages import (
     DecodedPixels,
     DecodeRequest,
@@ -230,7 +231,7 @@ class StageLinks(LinkServer[StageWorkerLink]):
     def encode(self, request: EncodeRequest) -> TensorMessage:
         """Encode the prompts of a request, and return the answer."""
         began_s = time.monotonic()
-        conditions = encode_all_prompts(self.model, request.spec(self.model))
+        conditions = encode_all_prompts(self.model, request.spec(self.model), tenant=request.share.tenant)
         self.model.runtime.synchronize()
         return conditions_message(request.number, conditions, seconds=time.monotonic() - began_s)
 
@@ -366,6 +367,7 @@ class StageLoop:
             links=link_counts(links.counters, open_links=len(links.handlers)),
             device_memory=self._memory.last,
         )
+        add_prompt_metrics(beat, links.model)
         self._send(EngineEvent(beat=beat))
 
     def _send(self, event: EngineEvent) -> None:

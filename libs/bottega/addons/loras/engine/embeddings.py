@@ -79,7 +79,8 @@ class PromptEmbeddings:
             tokenizers.append(_extended(tokenizer, tokens))
             first = int(tokenizers[-1].convert_tokens_to_ids(tokens[0]))
             table = encoder.get_input_embeddings()
-            joined = torch.cat([rows.to(table.weight.device, table.weight.dtype) for rows in vectors.values()])
+            # Not on the table's device, which may be the host: see keep_on_host.
+            joined = torch.cat([rows.to(model.device, table.weight.dtype) for rows in vectors.values()])
             self._tables[encoder] = table
             encoder.set_input_embeddings(EmbeddingTable(table, first, joined))
         return tuple(tokenizers)

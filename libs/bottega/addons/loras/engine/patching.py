@@ -126,7 +126,7 @@ class Patcher:
             if added is not None:
                 parameter = self._parameter(name)
                 before = parameter if name in low_rank else self._before(name, changed)
-                torch.add(before.to(parameter.device), added, out=parameter)
+                torch.add(before.to(parameter.device), added.to(parameter.device), out=parameter)
 
     def _before(self, name: str, changed: Collection[str]) -> Tensor:
         """Return a parameter without LoRAs, and keep a copy of it."""
@@ -188,14 +188,15 @@ def _write_sums(sums: Iterable[WeightSum]) -> None:
 
 
 def _write_sum(weight_sum: WeightSum) -> None:
-    weight, low, factors = weight_sum.weight, down_matrix(weight_sum), weight_sum.factors
+    weight, low, up = weight_sum.weight, down_matrix(weight_sum), weight_sum.factors.up
+    low, up = low.to(weight.device), up.to(weight.device)  # which may be the host
     after = as_matrix(weight)
     # A pristine weight is read and written in one pass.
     before = after if weight_sum.before is weight else as_matrix(weight_sum.before.to(weight.device))
     if weight.dtype == torch.float32:
-        torch.addmm(before, factors.up, low, out=after)
+        torch.addmm(before, up, low, out=after)
     else:
-        after.copy_(torch.addmm(before.float(), factors.up.float(), low.float()))
+        after.copy_(torch.addmm(before.float(), up.float(), low.float()))
 
 
 _RANK = 32

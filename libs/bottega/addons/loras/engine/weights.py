@@ -24,6 +24,7 @@ from bottega.errors import LoraUnusable, TooLarge
 from bottega.model.backbone import RowSpans
 from bottega.model.model import Model
 from bottega.model.rows import Difference, LoraSet, SetKey
+from bottega.model.weights import dtype_name
 
 _log = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ class LoraWeights:
         self._device = model.runtime
         self._memory = MemoryPlan() if pristine_on_host else model.memory
         self._device_memory = model.memory
+        self._dtype = model.dtype
         self._half = model.dtype != torch.float32
         self._as_peft = self._half and not merges_half
         self._patches = patches and not self._as_peft
@@ -146,7 +148,13 @@ class LoraWeights:
             name: UnmergedLoras(network, name) for name, network in networks.items() if name != self.denoiser
         }
         self._patchers = {
-            name: Patcher(network, name, keep_on=keep_on, operations=model.operations)
+            name: Patcher(
+                network,
+                name,
+                keep_on=keep_on,
+                # Kernels write to the device.
+                operations=None if name in model.memory.on_host else model.operations,
+            )
             for name, network in networks.items()
         }
         self._sets: WeakValueDictionary[SetKey, LoraSet] = WeakValueDictionary()
@@ -214,6 +222,11 @@ class LoraWeights:
             if component not in self._networks:
                 why = f"which this {self._family} model does not have: it is for another model"
                 raise LoraUnusable(f"a LoRA changes {component}, {why}")
+            if (own := next(self._networks[component].parameters()).dtype) != self._dtype:
+                raise LoraUnusable(
+                    f"a LoRA changes {component}, which this worker computes in {dtype_name(own)} and its model in "
+                    f"{dtype_name(self._dtype)} (engine.text.{component}.dtype); use a worker with one data type"
+                )
         size_bytes = sum(expanded_bytes(uses, self._networks[name], name) for name in components)
         if size_bytes:
             yield  # What follows takes memory, and long.
@@ -266,6 +279,8 @@ class LoraWeights:
                     unmerged.enter_all(loras)
             return 0.0
         began = self._device.record()
+        if self._device_memory.on_host:
+            began.wait()  # Weights that are kept on the host may be on their way to the device.
         for name in self._unmerged_text:
             _put(self._patchers[name], loras)
         if loras is None:
