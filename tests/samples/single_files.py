@@ -46,6 +46,13 @@ class Shape:
     open_clip: tuple[int, int] = (64, 2)
     """Width and layers of OpenCLIP's text encoder."""
 
+    clip_g: tuple[int, int] = (128, 2)
+    """Width and layers of the second text encoder of Stable Diffusion 3."""
+    dual: tuple[int, ...] = ()
+    """Blocks of its transformer with a second attention. If there are any, all blocks norm queries and keys."""
+    places: int = 64
+    """Places of its transformer on a side."""
+
     @property
     def label_width(self) -> int:
         """Inputs of the embedding of SDXL's added conditions."""
@@ -57,6 +64,7 @@ SHAPES = {
     "sd21": Shape(depths=(1, 0), context=64),
     # Diffusers tells the two text encoders apart by their widths.
     "sdxl": Shape(depths=(0, 2), middle_depth=2, context=64 + 128, pooled=128, open_clip=(128, 2)),
+    "sd3": Shape(widths=(64,), layers=2, in_channels=16, context=256, dual=(0,)),
 }
 _STABLE_DIFFUSION = Shape(
     widths=(320, 640, 1280, 1280), depths=(1, 1, 1, 0), layers=2, vae_widths=(128, 256, 512, 512), vae_layers=2
@@ -73,6 +81,18 @@ TRUE_SHAPES = {
         pooled=1280,
         clip=(768, 12),
         open_clip=(1280, 32),
+    ),
+    "sd3": Shape(
+        widths=(1536,),
+        layers=24,
+        in_channels=16,
+        context=4096,
+        vae_widths=(128, 256, 512, 512),
+        vae_layers=2,
+        clip=(768, 12),
+        clip_g=(1280, 32),
+        dual=tuple(range(13)),
+        places=384,
     ),
 }
 """The sizes of published models."""
@@ -118,10 +138,12 @@ def write_vae_file(
     prefix: str = "",
     dtype: torch.dtype = torch.float16,
     extra: Mapping[str, Tensor] = MappingProxyType({}),
+    latent: int = _LATENT,
     seed: int = 0,
 ) -> Path:
     """Write a VAE and return its file."""
-    save_file(random_tensors([*_below(prefix, vae_tensors())], dtype=dtype, seed=seed) | dict(extra), path)
+    named = [*_below(prefix, vae_tensors(latent=latent))]
+    save_file(random_tensors(named, dtype=dtype, seed=seed) | dict(extra), path)
     return path
 
 
@@ -169,8 +191,8 @@ def controlnet_tensors(shape: Shape) -> Named:
     yield from _conv("middle_block_out.0", shape.widths[-1], shape.widths[-1], 1)
 
 
-def vae_tensors(widths: Sequence[int] = (32, 64), layers: int = 1) -> Named:
-    """Yield the names and shapes of a VAE."""
+def vae_tensors(widths: Sequence[int] = (32, 64), layers: int = 1, *, latent: int = _LATENT) -> Named:
+    """Yield the names and shapes of a VAE. One of more latent channels has no convolutions around its latents."""
     last = widths[-1]
     yield from _conv("encoder.conv_in", 3, widths[0], 3)
     width = widths[0]
@@ -180,8 +202,8 @@ def vae_tensors(widths: Sequence[int] = (32, 64), layers: int = 1) -> Named:
             width = out
         if level < len(widths) - 1:
             yield from _conv(f"encoder.down.{level}.downsample.conv", out, out, 3)
-    yield from _vae_ends("encoder", last, last, 2 * _LATENT)
-    yield from _conv("decoder.conv_in", _LATENT, last, 3)
+    yield from _vae_ends("encoder", last, last, 2 * latent)
+    yield from _conv("decoder.conv_in", latent, last, 3)
     for level in reversed(range(len(widths))):
         for layer in range(layers + 1):
             yield from _vae_residual(f"decoder.up.{level}.block.{layer}", width, widths[level])
@@ -189,14 +211,44 @@ def vae_tensors(widths: Sequence[int] = (32, 64), layers: int = 1) -> Named:
         if level:
             yield from _conv(f"decoder.up.{level}.upsample.conv", width, width, 3)
     yield from _vae_ends("decoder", last, widths[0], 3)
-    yield from _conv("quant_conv", 2 * _LATENT, 2 * _LATENT, 1)
-    yield from _conv("post_quant_conv", _LATENT, _LATENT, 1)
+    if latent == _LATENT:
+        yield from _conv("quant_conv", 2 * _LATENT, 2 * _LATENT, 1)
+        yield from _conv("post_quant_conv", _LATENT, _LATENT, 1)
+
+
+def transformer_tensors(shape: Shape) -> Named:
+    """Yield the names and shapes of a transformer of Stable Diffusion 3."""
+    width = shape.widths[0]
+    yield "pos_embed", (1, shape.places**2, width)
+    yield from _conv("x_embedder.proj", shape.in_channels, width, 2)
+    for name, inputs in (("t", 256), ("y", shape.clip[0] + shape.clip_g[0])):
+        yield from _linear(f"{name}_embedder.mlp.0", inputs, width)
+        yield from _linear(f"{name}_embedder.mlp.2", width, width)
+    yield from _linear("context_embedder", shape.context, width)
+    for number in range(shape.layers):
+        is_last, is_dual = number == shape.layers - 1, number in shape.dual
+        for side in ("x_block", "context_block"):
+            block, leaves = f"joint_blocks.{number}.{side}", is_last and side == "context_block"
+            parts = 2 if leaves else 9 if is_dual and side == "x_block" else 6
+            yield from _linear(f"{block}.adaLN_modulation.1", width, parts * width)
+            for attention in ("attn", "attn2") if is_dual and side == "x_block" else ("attn",):
+                yield from _linear(f"{block}.{attention}.qkv", width, 3 * width)
+                for norm in ("ln_q", "ln_k") if shape.dual else ():
+                    yield f"{block}.{attention}.{norm}.weight", (64,)
+                if not leaves:
+                    yield from _linear(f"{block}.{attention}.proj", width, width)
+            if not leaves:
+                yield from _linear(f"{block}.mlp.fc1", width, 4 * width)
+                yield from _linear(f"{block}.mlp.fc2", 4 * width, width)
+    yield from _linear("final_layer.adaLN_modulation.1", width, 2 * width)
+    yield from _linear("final_layer.linear", width, 4 * shape.in_channels)
 
 
 def _model_tensors(family: str, shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
+    denoiser, latent = (transformer_tensors, shape.in_channels) if family == "sd3" else (unet_tensors, _LATENT)
     return [
-        *_below("model.diffusion_model.", unet_tensors(shape)),
-        *_below("first_stage_model.", vae_tensors(shape.vae_widths, shape.vae_layers)),
+        *_below("model.diffusion_model.", denoiser(shape)),
+        *_below("first_stage_model.", vae_tensors(shape.vae_widths, shape.vae_layers, latent=latent)),
         *_text_tensors(family, shape),
     ]
 
@@ -206,6 +258,14 @@ def _text_tensors(family: str, shape: Shape) -> Named:
         yield from _below("cond_stage_model.transformer.", _clip(*shape.clip))
     elif family == "sd21":
         yield from _below("cond_stage_model.model.", _open_clip(*shape.open_clip))
+    elif family == "sd3":
+        yield from _below("text_encoders.clip_l.transformer.", _clip(*shape.clip))
+        yield from _below("text_encoders.clip_g.transformer.", _clip(*shape.clip_g))
+        for part, width in (("clip_l", shape.clip[0]), ("clip_g", shape.clip_g[0])):
+            yield f"text_encoders.{part}.transformer.text_projection.weight", (width, width)
+            yield f"text_encoders.{part}.logit_scale", ()
+        # Of T5, which is left out.
+        yield "text_encoders.t5xxl.transformer.shared.weight", (8, shape.context)
     else:
         yield from _below("conditioner.embedders.0.transformer.", _clip(*shape.clip))
         yield from _below("conditioner.embedders.1.model.", _open_clip(*shape.open_clip))

@@ -102,6 +102,39 @@ def sd21() -> Mapping[str, Config]:
     }
 
 
+def sd35_transformer() -> Config:
+    """Return transformer/config.json of stabilityai/stable-diffusion-3.5-medium."""
+    return {
+        "_class_name": "SD3Transformer2DModel",
+        "attention_head_dim": 64,
+        "caption_projection_dim": 1536,
+        "dual_attention_layers": list(range(13)),
+        "in_channels": 16,
+        "joint_attention_dim": 4096,
+        "num_attention_heads": 24,
+        "num_layers": 24,
+        "out_channels": 16,
+        "patch_size": 2,
+        "pooled_projection_dim": 2048,
+        "pos_embed_max_size": 384,
+        "qk_norm": "rms_norm",
+        "sample_size": 128,
+    }
+
+
+def sd35_vae() -> Config:
+    """Return vae/config.json of stabilityai/stable-diffusion-3.5-medium."""
+    return _vae("0.31.0", 1024) | {
+        "force_upcast": True,
+        "latent_channels": 16,
+        "mid_block_add_attention": True,
+        "scaling_factor": 1.5305,
+        "shift_factor": 0.0609,
+        "use_post_quant_conv": False,
+        "use_quant_conv": False,
+    }
+
+
 def _index(scheduler: str, version: str) -> Config:
     return {
         "_class_name": "StableDiffusionPipeline",

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 SD15, SD21, SDXL, SD3, FLUX = "sd15", "sd21", "sdxl", "sd3", "flux"
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 """What UNets predict, by the names of Diffusers."""
 EPSILON, V_PREDICTION, _ = PREDICTION_TYPES
+FLOW = "flow"
+"""What models of flow matching predict."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyFacts:
-    """The facts that hold for all published models of a family with a UNet, and which no tensor tells.
+    """The facts that hold for all published models of a family, and which no tensor tells.
 
     Sources are the folders stable-diffusion-v1-5/stable-diffusion-v1-5, stabilityai/stable-diffusion-2-1 and
-    -2-1-base, and stabilityai/stable-diffusion-xl-base-1.0.
+    -2-1-base, -xl-base-1.0 and -3-medium-diffusers.
     """
 
     title: str
@@ -26,9 +28,11 @@ class FamilyFacts:
     scheduler: str
     """Class of the scheduler of such a folder."""
     prediction_type: str = EPSILON
-    """What its UNets predict if nothing says so; those for inpainting predict the noise in every family."""
+    """What its networks predict if nothing says so; UNets for inpainting predict the noise in every family."""
     scaling_factor: float = 0.18215
     """Factor of its latents."""
+    shift_factor: float | None = None
+    """Shift of its latents, with which its VAE has no convolutions between latents and networks."""
     latent_side: int = 64
     """Side of the latent of its usual pictures."""
     latent_side_of_v: int = 64
@@ -40,16 +44,19 @@ class FamilyFacts:
     upcasts_attention: bool = False
     """Whether attention is computed in float32: Stable Diffusion 2.1 overflows in float16, and 2.0 draws the same."""
     has_two_encoders: bool = False
-    """Whether it has a second text encoder, and conditions that are added to the timestep's embedding."""
+    """Whether its UNet has conditions that are added to the timestep's embedding, and a second text encoder."""
     text_prefixes: Mapping[str, tuple[str, ...]]
     """Beginnings of the names of each text encoder's tensors in a single file."""
     open_clip: frozenset[str] = frozenset()
-    """Text encoders of OpenCLIP, whose tensors have other names in single files, and which pad with "!"."""
+    """Text encoders of OpenCLIP, which pad with "!"."""
+    original_names: frozenset[str] = frozenset()
+    """Those of them whose tensors have OpenCLIP's names in single files."""
 
 
 CLIP_PREFIXES = ("cond_stage_model.transformer.", "conditioner.embedders.0.transformer.")
 OPEN_CLIP = "cond_stage_model.model."
 OPEN_CLIP_SDXL = "conditioner.embedders.1.model."
+CLIP_L_SD3, CLIP_G_SD3 = "text_encoders.clip_l.transformer.", "text_encoders.clip_g.transformer."
 
 FAMILIES: Mapping[str, FamilyFacts] = {
     SD15: FamilyFacts(
@@ -69,6 +76,7 @@ FAMILIES: Mapping[str, FamilyFacts] = {
         upcasts_attention=True,
         text_prefixes={"text_encoder": (OPEN_CLIP,)},
         open_clip=frozenset({"text_encoder"}),
+        original_names=frozenset({"text_encoder"}),
     ),
     SDXL: FamilyFacts(
         title="SDXL",
@@ -81,14 +89,23 @@ FAMILIES: Mapping[str, FamilyFacts] = {
         has_two_encoders=True,
         text_prefixes={"text_encoder": CLIP_PREFIXES[1:], "text_encoder_2": (OPEN_CLIP_SDXL,)},
         open_clip=frozenset({"text_encoder_2"}),
+        original_names=frozenset({"text_encoder_2"}),
+    ),
+    SD3: FamilyFacts(
+        title="Stable Diffusion 3",
+        pipeline="StableDiffusion3Pipeline",
+        scheduler="FlowMatchEulerDiscreteScheduler",
+        prediction_type=FLOW,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
+        latent_side=128,
+        vae_pixels=1024,
+        text_prefixes={"text_encoder": (CLIP_L_SD3,), "text_encoder_2": (CLIP_G_SD3,)},
+        open_clip=frozenset({"text_encoder_2"}),
     ),
 }
 """The families of which single files are converted."""
-TITLES: Mapping[str, str] = {
-    **{name: family.title for name, family in FAMILIES.items()},
-    SD3: "Stable Diffusion 3",
-    FLUX: "Flux.1",
-}
+TITLES: Mapping[str, str] = {**{name: family.title for name, family in FAMILIES.items()}, FLUX: "Flux.1"}
 """Display names of the families whose folders are checked part by part."""
 
 UNET, TRANSFORMER = "unet", "transformer"
@@ -145,9 +162,9 @@ def denoiser_part(family: str) -> str:
     return TRANSFORMER if TRANSFORMER in PARTS[family] else UNET
 
 
-def served_titles() -> str:
-    """Return the display names of the families that are served, for a sentence."""
-    *others, last = TITLES.values()
+def served_titles(families: Iterable[str] = TITLES) -> str:
+    """Return the display names of the families that are served, or of some of them, for a sentence."""
+    *others, last = (TITLES[family] for family in families)
     return f"{', '.join(others)} and {last}"
 
 

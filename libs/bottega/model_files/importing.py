@@ -18,8 +18,10 @@ from bottega import kinds
 from bottega.errors import ConfigError
 from bottega.manifest import missing_packages, read_services
 from bottega.model_files.digest import file_digest
+from bottega.model_files.family_names import SD3
 from bottega.model_files.json_files import is_there
 from bottega.model_files.single_file_check import refusal_of, vae_refusal
+from bottega.model_files.single_file_transformer import WITHOUT_T5
 from bottega.state_folder import make_private
 from bottega.storage.folders import ProcessLock
 
@@ -47,10 +49,11 @@ class ImportResult:
     prediction_is_guess: bool
 
     @property
-    def prediction(self) -> str:
-        """A sentence on what the UNet of a whole model predicts, and how to correct it if that is a guess."""
+    def summary(self) -> str:
+        """Sentences on a whole model: what it predicts, how to correct that if it is a guess, and what it lacks."""
         origin = "a guess:" if self.prediction_is_guess else "from"
-        return f"Prediction type: {self.prediction_type}, {origin} {self.prediction_source}."
+        prediction = f"Prediction type: {self.prediction_type}, {origin} {self.prediction_source}."
+        return f"{prediction} {WITHOUT_T5}" if self.family == SD3 else prediction
 
 
 OnPart = Callable[[str, int], None]

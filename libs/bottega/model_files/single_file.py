@@ -18,14 +18,18 @@ from bottega.model_files.family_names import (
     CLIP_PREFIXES,
     EPSILON,
     FAMILIES,
+    FLOW,
     OPEN_CLIP,
     OPEN_CLIP_SDXL,
     PREDICTION_TYPES,
+    SD3,
     SD15,
     SD21,
     SDXL,
     TITLES,
     V_PREDICTION,
+    denoiser_part,
+    served_titles,
 )
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, open_model_file
 from bottega.plain_text import excerpt
@@ -47,14 +51,13 @@ _LABELS = "label_emb.0.0.weight"
 # Names that only a file of Diffusers or transformers has.
 _DIFFUSERS = ("down_blocks.", "encoder.down_blocks.", "mid_block.", "text_model.", "controlnet_cond_embedding.")
 _OTHER_FAMILIES = {
-    "joint_blocks.": "Stable Diffusion 3",
     "double_blocks.": "FLUX",
     "double_layers.": "AuraFlow",
     "cap_embedder.": "Lumina 2",
 }
 _CONTROL_LORA = "lora_controlnet"
 _EDM = "edm_"
-_CHOOSE = "give --prediction-type"
+_CHOOSE, _FLOWS = "give --prediction-type", "it was trained with flow matching: leave out --prediction-type"
 _INPAINTING_CHANNELS = 9
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _VAE_PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
@@ -66,6 +69,7 @@ _EMBEDDING_WIDTHS = frozenset({768, 1024, 1280})
 _MAX_EMBEDDINGS = 4
 _SHOWN_CHARACTERS = 80
 _NO_VAE = "it has no VAE; give the file of one with --vae, in a worker's configuration as engine.vae.folder"
+_CONVERTED = f"only {served_titles(FAMILIES)} can be converted"
 _GIVE = "give the file of a whole model, a VAE or a ControlNet, or a folder with model_index.json"
 
 
@@ -88,9 +92,9 @@ class SingleFile:
     kind: FileKind
     header: Header
     family: str = ""
-    """`sd15`, `sd21` or `sdxl`; empty if its tensors do not tell."""
+    """`sd15`, `sd21`, `sdxl` or `sd3`; empty if its tensors do not tell."""
     prediction_type: str = EPSILON
-    """What its UNet predicts: `epsilon` or `v_prediction`."""
+    """What its network predicts: `epsilon`, `v_prediction` or `flow`."""
     prediction_source: str = ""
     """What says so: a tensor, the file's metadata, or the default of the family."""
     prediction_is_guess: bool = False
@@ -183,11 +187,14 @@ def _recognised(path: Path, header: Header, family: str, prediction_type: str) -
         problem = f"its tensors are those of {TITLES[found]} ({found}), not of {TITLES[family]} ({family})"
     found = found or family
     if not problem and not found and kind is FileKind.VAE:
-        problem = "VAEs of all families have the same tensors; say which one it is for: --family sd15, sd21 or sdxl"
+        problem = f"VAEs of several families have the same tensors; say for which it is: --family {'|'.join(FAMILIES)}"
     parts = _parts(kind, found, entries)
-    prediction, said_by, wrong = _prediction(header, entries, prediction_type)
-    if is_guess := not said_by:
-        prediction, said_by = _default_prediction(found, entries)
+    if found == SD3:
+        prediction, said_by, is_guess, wrong = FLOW, "its family", False, prediction_type and _FLOWS
+    else:
+        prediction, said_by, wrong = _prediction(header, entries, prediction_type)
+        if is_guess := not said_by:
+            prediction, said_by = _default_prediction(found, entries)
     problem = problem or wrong
     return SingleFile(
         path=path,
@@ -245,11 +252,11 @@ def _other(entries: Mapping[str, TensorEntry]) -> str:
     if _CONTROL_LORA in entries:
         return "it is a Control-LoRA, which is not served; give the file of a ControlNet"
     if other := next((title for start, title in _OTHER_FAMILIES.items() if _has(entries, start)), ""):
-        return f"it is a {other} model; only SDXL and Stable Diffusion 1 and 2 can be converted"
+        return f"it is a {other} model; {_CONVERTED}"
     if any(name.startswith(_DIFFUSERS) for name in entries):
         return "it is one part of a model in Diffusers' layout; give the folder that has model_index.json and all parts"
-    if _FIRST in entries:
-        return "it has a UNet alone, without text encoders and VAE; give the file of a whole model"
+    if _FIRST in entries or _has(entries, "joint_blocks."):
+        return "it has a denoising network alone, without text encoders and VAE; give the file of a whole model"
     first = excerpt(next(iter(entries)), _SHOWN_CHARACTERS)
     return f"its tensors, such as {first}, are those of no model that is known; {_GIVE}"
 
@@ -257,9 +264,11 @@ def _other(entries: Mapping[str, TensorEntry]) -> str:
 def _model_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
     """Return the family of a whole model, and a sentence on why it is not served."""
     if f"{UNET}{_FIRST}" not in entries:
+        if _has(entries, f"{UNET}joint_blocks."):
+            return SD3, ""
         other = next((title for start, title in _OTHER_FAMILIES.items() if _has(entries, UNET + start)), "")
         what = f"a {other} model" if other else "a model of a kind that is not known"
-        return "", f"it is {what}; only SDXL and Stable Diffusion 1 and 2 can be converted"
+        return "", f"it is {what}; {_CONVERTED}"
     if _has(entries, _REFINER) and not _has(entries, OPEN_CLIP_SDXL):
         return "", (
             "it is SDXL's refiner, which has no first text encoder and takes an aesthetic score; give the file of an "
@@ -315,8 +324,8 @@ def _parts(kind: FileKind, family: str, entries: Mapping[str, TensorEntry]) -> d
     if kind is FileKind.CONTROLNET:
         prefix = CONTROLNET if f"{CONTROLNET}{_FIRST}" in entries else ""
         return {"controlnet": _below(entries, prefix)}
-    prefixes = {"vae": tuple(prefix + part for prefix in VAE_PREFIXES for part in _VAE_PARTS), "unet": (UNET,)}
-    prefixes |= FAMILIES[family or SD15].text_prefixes
+    prefixes = {"vae": tuple(prefix + part for prefix in VAE_PREFIXES for part in _VAE_PARTS)}
+    prefixes |= {denoiser_part(family or SD15): (UNET,), **FAMILIES[family or SD15].text_prefixes}
     return {part: _below(entries, *starts) for part, starts in sorted(prefixes.items())}
 
 

@@ -17,7 +17,16 @@ from typing import Any
 from bottega.errors import InvalidRequest
 from bottega.model_files.configuration_rules import check_configurations, filled_config
 from bottega.model_files.controlnet_config import read_network_config
-from bottega.model_files.family_names import FAMILIES, SDXL, class_of
+from bottega.model_files.family_names import (
+    FAMILIES,
+    OPTIONAL_PARTS,
+    PARTS,
+    SD3,
+    SDXL,
+    TRANSFORMER,
+    class_of,
+    denoiser_part,
+)
 from bottega.model_files.single_file import (
     DIFFUSERS_HINT,
     OTHER_VERSION,
@@ -26,6 +35,7 @@ from bottega.model_files.single_file import (
     read_single_file,
 )
 from bottega.model_files.single_file_config import VERSION, Config, derive_configurations, misfit, shapes_of
+from bottega.model_files.single_file_transformer import Shape, transformer_name, transformer_shape
 from bottega.model_files.tensor_check import EXPECTED_TENSORS, controlnet_tensors
 from bottega.model_files.transformer_rules import Tensors
 from bottega.model_files.vae_rules import check_vae_config
@@ -37,8 +47,8 @@ _START, _END = "<|startoftext|>", "<|endoftext|>"
 
 def index_of(source: SingleFile, configs: Mapping[str, Config]) -> Config:
     """Return the model_index.json of a whole model with these configurations of its parts."""
-    unet = configs["unet"]
-    return model_index(source.family, is_inpainting=unet["in_channels"] != unet["out_channels"])
+    denoiser = configs[denoiser_part(source.family)]
+    return model_index(source.family, is_inpainting=denoiser["in_channels"] != denoiser["out_channels"])
 
 
 def model_index(family: str, *, is_inpainting: bool = False) -> Config:
@@ -50,25 +60,22 @@ def model_index(family: str, *, is_inpainting: bool = False) -> Config:
     facts = FAMILIES[family]
     pipeline = facts.pipeline.replace("Pipeline", "InpaintPipeline" if is_inpainting else "Pipeline")
     index: Config = {"_class_name": pipeline, "_diffusers_version": VERSION}
-    if facts.has_two_encoders:
+    if family == SDXL:
         index["force_zeros_for_empty_prompt"] = True
-        index |= {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}
-        index |= {"tokenizer_2": ["transformers", "CLIPTokenizer"]}
-    else:
+    elif family != SD3:
         # Files of this layout have no filter of pictures.
         index |= {"safety_checker": [None, None], "feature_extractor": [None, None], "requires_safety_checker": False}
-    return index | {
-        "scheduler": ["diffusers", facts.scheduler],
-        "text_encoder": ["transformers", "CLIPTextModel"],
-        "tokenizer": ["transformers", "CLIPTokenizer"],
-        "unet": ["diffusers", "UNet2DConditionModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-    }
+    parts: Config = {part: list(kind) for part, kind in PARTS[family].items()}
+    parts |= {part: [None, None] for part in OPTIONAL_PARTS.get(family, ())}
+    return index | parts | {"scheduler": ["diffusers", facts.scheduler]}
 
 
 def scheduler_config(source: SingleFile) -> Config:
     """Return the scheduler_config.json of a family, with what the file says of its training."""
-    config: Config = {
+    if source.family == SD3:
+        config: Config = {"num_train_timesteps": 1000, "shift": 3.0, "use_dynamic_shifting": False}
+        return config | {"_class_name": FAMILIES[SD3].scheduler, "_diffusers_version": VERSION}
+    config = {
         "_class_name": FAMILIES[source.family].scheduler,
         "_diffusers_version": VERSION,
         "beta_end": 0.012,
@@ -117,8 +124,6 @@ def tokenizer_configs(family: str, part: str) -> dict[str, Config]:
 def _special(text: str) -> Config:
     return {"content": text, "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
 
-
-Shape = tuple[int, ...]
 
 _RESNET = {
     "norm1": "in_layers.0",
@@ -253,8 +258,10 @@ OriginalName = Callable[[str, Mapping[str, Any]], str]
 
 
 _SHOWN_CHARACTERS = 80
+# Diffusers takes the identity for this matrix, whether or not a file has one.
+_IDENTITY = (SD3, "text_encoder", "text_projection.weight")
 # Parts that draw with each of their tensors. Others have some that the converters leave out.
-_WHOLE = ("unet", "controlnet")
+_WHOLE = ("unet", "transformer", "controlnet")
 _NAMES: Mapping[str, OriginalName] = {"unet": unet_name, "controlnet": controlnet_name, "vae": vae_name}
 
 
@@ -311,8 +318,8 @@ def check_header(source: SingleFile) -> dict[str, Config]:
     return configs
 
 
-def expected_tensors(part: str, config: Config) -> Tensors:
-    """Yield the names and shapes that a part's tensors have in Diffusers and transformers.
+def expected_tensors(part: str, config: Config, family: str) -> Tensors:
+    """Yield the names and shapes that a part of a family's models has in Diffusers and transformers.
 
     Raises:
         ValueError: The part is a ControlNet whose configuration is not served.
@@ -322,7 +329,7 @@ def expected_tensors(part: str, config: Config) -> Tensors:
             return controlnet_tensors(read_network_config(json.dumps(config).encode()).fields)
         except InvalidRequest as error:
             raise ValueError(error.message) from None
-    kind = class_of(part, SDXL)  # of all families whose files are converted
+    kind = class_of(part, family)
     return EXPECTED_TENSORS[kind](filled_config(kind, config))
 
 
@@ -335,10 +342,11 @@ def configurations_of(source: SingleFile) -> dict[str, Config]:
     if source.problem:
         raise ValueError(source.problem)
     configs = derive_configurations(source)
-    if source.kind is FileKind.VAE and (problem := next(check_vae_config(configs["vae"]), "")):
+    shifts = source.family == SD3
+    if source.kind is FileKind.VAE and (problem := next(check_vae_config(configs["vae"], shifts=shifts), "")):
         raise ValueError(f"its vae cannot be served: {problem}")
     if source.kind is FileKind.CONTROLNET:
-        expected_tensors("controlnet", configs["controlnet"])
+        expected_tensors("controlnet", configs["controlnet"], source.family)
     if source.kind is not FileKind.MODEL:
         return configs
     tokenizers = {
@@ -355,11 +363,16 @@ def configurations_of(source: SingleFile) -> dict[str, Config]:
 def _wanted(source: SingleFile, part: str, config: Config) -> Iterator[tuple[str, Shape]]:
     """Yield the names and shapes that a part's tensors must have in the file."""
     is_diffusers = part == "controlnet" and DIFFUSERS_HINT in shapes_of(source, part)
-    is_open_clip = part in FAMILIES[source.family].open_clip
-    for name, shape in expected_tensors(part, config):
+    is_open_clip = part in FAMILIES[source.family].original_names
+    for name, shape in expected_tensors(part, config, source.family):
         if is_open_clip:
             original = open_clip_name(name, config)
             yield original, open_clip_shape(original, shape)
+        elif part == TRANSFORMER:
+            original = transformer_name(name)
+            yield original, transformer_shape(original, shape)
+        elif (source.family, part, name) == _IDENTITY:
+            continue
         elif part in _NAMES and not is_diffusers:
             yield _NAMES[part](name, config), shape
         else:

@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from bottega.model_files.family_names import (
+    CLIP_G_SD3,
+    CLIP_L_SD3,
     CLIP_PREFIXES,
     FAMILIES,
     OPEN_CLIP,
     OPEN_CLIP_SDXL,
     V_PREDICTION,
+    class_of,
+    denoiser_part,
     with_article,
 )
 from bottega.model_files.single_file import (
@@ -22,6 +26,7 @@ from bottega.model_files.single_file import (
     VAE_PREFIXES,
     SingleFile,
 )
+from bottega.model_files.single_file_transformer import transformer_config
 
 Config = dict[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -68,9 +73,9 @@ def derive_configurations(source: SingleFile) -> dict[str, Config]:
             raise ValueError(f"{misfit(part, source)}: it lacks {error.args[0]}; {OTHER_VERSION}") from None
         except IndexError:
             raise ValueError(f"{misfit(part, source)}: a tensor has too few dimensions; {OTHER_VERSION}") from None
-    if "unet" in derived:
+    if denoiser := derived.get(denoiser_part(source.family)):
         latent_scale = 2 ** (len(derived["vae"]["block_out_channels"]) - 1)
-        derived["vae"]["sample_size"] = derived["unet"]["sample_size"] * latent_scale
+        derived["vae"]["sample_size"] = denoiser["sample_size"] * latent_scale
     return derived
 
 
@@ -92,6 +97,11 @@ def _unet(shapes: Shapes, source: SingleFile) -> Config:
         config["upcast_attention"] = True
     is_of_v = source.prediction_type == V_PREDICTION and config["in_channels"] == config["out_channels"]
     return config | {"sample_size": family.latent_side_of_v if is_of_v else family.latent_side}
+
+
+def _transformer(shapes: Shapes, source: SingleFile) -> Config:
+    derived = {"_diffusers_version": VERSION, "sample_size": FAMILIES[source.family].latent_side}
+    return derived | transformer_config(shapes)
 
 
 def _controlnet(shapes: Shapes, source: SingleFile) -> Config:
@@ -257,7 +267,9 @@ def _vae(shapes: Shapes, source: SingleFile) -> Config:
         raise KeyError("encoder.down.0.block.0.conv1.weight")
     widths = [shapes[f"encoder.down.{level}.block.0.conv1.weight"][0] for level in range(levels)]
     layers = _count(shapes, "encoder.down.0.block.{}.conv1.weight")
-    return {
+    shift = FAMILIES[source.family].shift_factor
+    shifted = {"shift_factor": shift, "use_post_quant_conv": False, "use_quant_conv": False}
+    return (shifted if shift is not None else {}) | {
         "_class_name": "AutoencoderKL",
         "_diffusers_version": VERSION,
         "act_fn": "silu",
@@ -275,12 +287,16 @@ def _vae(shapes: Shapes, source: SingleFile) -> Config:
 
 
 def _text_encoder(shapes: Shapes, source: SingleFile) -> Config:
-    if "text_encoder" in FAMILIES[source.family].open_clip:
+    if "text_encoder" in FAMILIES[source.family].original_names:
         return _open_clip(shapes) | {"architectures": ["CLIPTextModel"]}
+    return _transformers_clip(shapes, "quick_gelu") | {"architectures": [class_of("text_encoder", source.family)]}
+
+
+def _transformers_clip(shapes: Shapes, act: str) -> Config:
     layers = _count(shapes, "encoder.layers.{}.layer_norm1.weight")
     embedding = shapes["embeddings.position_embedding.weight"]
     return _clip(
-        act="quick_gelu",
+        act=act,
         layers=layers,
         positions=embedding[0],
         width=embedding[1],
@@ -290,9 +306,10 @@ def _text_encoder(shapes: Shapes, source: SingleFile) -> Config:
 
 
 def _text_encoder_2(shapes: Shapes, source: SingleFile) -> Config:
-    return _open_clip(shapes) | {
+    original = "text_encoder_2" in FAMILIES[source.family].original_names
+    return (_open_clip(shapes) if original else _transformers_clip(shapes, "gelu")) | {
         "architectures": ["CLIPTextModelWithProjection"],
-        "projection_dim": shapes["text_projection"][1],
+        "projection_dim": shapes["text_projection"][1] if original else shapes["text_projection.weight"][0],
     }
 
 
@@ -356,14 +373,19 @@ def _without(name: str, prefixes: tuple[str, ...]) -> str:
 
 _PREFIXES: Mapping[str, tuple[str, ...]] = {
     "unet": (UNET,),
+    "transformer": (UNET,),
     "controlnet": (CONTROLNET,),
     "vae": VAE_PREFIXES,
     # Some files lack the prefix of transformers' older versions.
-    "text_encoder": (*(f"{prefix}text_model." for prefix in CLIP_PREFIXES), *CLIP_PREFIXES, OPEN_CLIP),
-    "text_encoder_2": (OPEN_CLIP_SDXL,),
+    "text_encoder": (
+        *(prefix + inner for prefix in (*CLIP_PREFIXES, CLIP_L_SD3) for inner in ("text_model.", "")),
+        OPEN_CLIP,
+    ),
+    "text_encoder_2": (f"{CLIP_G_SD3}text_model.", CLIP_G_SD3, OPEN_CLIP_SDXL),
 }
 _DERIVE = {
     "unet": _unet,
+    "transformer": _transformer,
     "controlnet": _controlnet,
     "vae": _vae,
     "text_encoder": _text_encoder,

@@ -117,7 +117,7 @@ async def _imported(engine: EngineConfig) -> EngineConfig:
     file = Path(engine.model)
     imported = await import_for_serving(file, state, engine.prediction_type, vae)
     if imported.prediction_is_guess:
-        _log.info("%s", imported.prediction, extra={"model": str(file)})
+        _log.info("%s", imported.summary, extra={"model": str(file)})
     name = engine.model_name or name_of(str(file.with_suffix("")))
     own = replace(engine.vae, folder="") if vae is not None else engine.vae
     return replace(engine, model=str(imported.folder), model_name=name, vae=own)

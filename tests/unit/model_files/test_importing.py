@@ -73,8 +73,8 @@ def test_a_refusal_is_the_converters_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as refused:
         asyncio.run(import_file(file, tmp_path / "vae"))
     assert refused.value.message == (
-        f"{file} cannot be converted: VAEs of all families have the same tensors; say which one it is for: "
-        "--family sd15, sd21 or sdxl"
+        f"{file} cannot be converted: VAEs of several families have the same tensors; say for which it is: "
+        "--family sd15|sd21|sdxl|sd3"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["vae.safetensors"]
 

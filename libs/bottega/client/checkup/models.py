@@ -12,7 +12,7 @@ from typing import Any
 
 from bottega.miniature import MODELS
 from bottega.model_files.configuration_rules import INDEX_FILE
-from bottega.model_files.family_names import FAMILIES, SDXL
+from bottega.model_files.family_names import FAMILIES, SD3, SDXL, denoiser_part
 from bottega.model_files.folder_check import check_model_folder, folder_of, name_of
 from bottega.model_files.presets import read_preset
 from bottega.model_files.report import ModelReport
@@ -20,6 +20,7 @@ from bottega.model_files.scheduler_rules import FLOW_MATCHING, SAMPLER_CLASSES
 from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
 from bottega.model_files.single_file_check import check_header, scheduler_config
 from bottega.model_files.single_file_config import Config
+from bottega.model_files.single_file_transformer import WITHOUT_T5
 from bottega.model_files.vae_rules import latent_scale
 
 _SINGLE_FILE = "single file"
@@ -230,6 +231,7 @@ def _of_file(found: SingleFile) -> ModelFacts:
             )
         )
     problem, configs = _checked(found)
+    denoiser = configs.get(denoiser_part(found.family)) if found.family else None
     importing = f"`bottega models import {quote(str(found.path))}`"
     if found.kind is FileKind.VAE:
         importing = f"`bottega models import {quote(str(found.path))} --family FAMILY` ({', '.join(FAMILIES)})"
@@ -240,6 +242,8 @@ def _of_file(found: SingleFile) -> ModelFacts:
     )
     if advice and found.kind is FileKind.MODEL:
         advice = f"`bottega up --model {quote(str(found.path))}` serves it, and {advice}"
+    if advice and denoiser and found.family == SD3:
+        advice = f"{advice}. {WITHOUT_T5}"
     if advice and found.kind is FileKind.VAE:
         advice = f"`bottega up --model MODEL --vae {quote(str(found.path))}` serves a model with it, and {advice}"
     return ModelFacts(
@@ -251,8 +255,8 @@ def _of_file(found: SingleFile) -> ModelFacts:
         pipeline="",
         variant="",
         parts=tuple(parts),
-        default_size=configs["unet"]["sample_size"] * latent_scale(configs["vae"]) if "unet" in configs else 0,
-        sampler=_sampler_of(scheduler_config(found)["_class_name"]) if "unet" in configs else "",
+        default_size=denoiser["sample_size"] * latent_scale(configs["vae"]) if denoiser else 0,
+        sampler=_sampler_of(scheduler_config(found)["_class_name"]) if denoiser else "",
         prediction_type=found.prediction_type if found.kind is FileKind.MODEL and found.family else "",
         problems=(problem,) if problem else (),
         advice=advice,
@@ -263,8 +267,10 @@ def _checked(found: SingleFile) -> tuple[str, Mapping[str, Config]]:
     """Return a sentence on why a file cannot be converted, or else the configurations of its parts."""
     try:
         # A VAE that says no family is converted for the one that the operator names; the rules are those of all.
-        is_any = found.kind is FileKind.VAE and not found.family
-        return "", check_header(read_single_file(found.path, SDXL) if is_any else found)
+        if found.kind is FileKind.VAE and not found.family:
+            converts = any(entry.name.endswith("post_quant_conv.weight") for entry in found.parts["vae"])
+            found = read_single_file(found.path, SDXL if converts else SD3)
+        return "", check_header(found)
     except ValueError as error:
         return str(error), {}
 

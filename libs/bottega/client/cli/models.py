@@ -140,7 +140,7 @@ def import_command(
     elif result.kind == FileKind.VAE:
         say("A worker decodes with it if engine.vae.folder in its configuration names this folder.")
     else:
-        say(result.prediction)
+        say(result.summary)
         say(f"Serve it with: bottega up --model {shlex.quote(str(target))}")
 
 

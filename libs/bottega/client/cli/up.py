@@ -189,7 +189,7 @@ def _with_folders(options: SuiteOptions, prediction_type: str, state: StateFolde
             file = Path(model)
             _make_state_for(refusal_of(file, prediction_type, vae), state)
             result = run_import(import_for_serving(file, state.root, prediction_type, vae, on_part=note_part))
-            note(result.prediction)
+            note(result.summary)
             found, name = str(result.folder), given or name_of(str(file.with_suffix("")))
         models.append(found)
         names.append(name)

@@ -20,7 +20,16 @@ from diffusers.loaders import single_file_utils as stock
 from safetensors import safe_open
 from torch import Tensor
 
-from bottega.model_files.family_names import FAMILIES, OPEN_CLIP, OPEN_CLIP_SDXL, with_article
+from bottega.model_files.family_names import (
+    CLIP_G_SD3,
+    CLIP_L_SD3,
+    FAMILIES,
+    OPEN_CLIP,
+    OPEN_CLIP_SDXL,
+    SD3,
+    TRANSFORMER,
+    with_article,
+)
 from bottega.model_files.single_file import CONTROLNET, DIFFUSERS_HINT, OTHER_VERSION, SingleFile
 from bottega.model_files.single_file_check import expected_tensors
 from bottega.plain_text import excerpt
@@ -29,10 +38,11 @@ from bottega.safetensors_header import MAX_TENSORS
 State = dict[str, Tensor]
 
 _TEXT_PREFIX = "text_model."
+_PROJECTION = "text_projection.weight"
 _POSITIONS = "embeddings.position_ids"
 _SHOWN_CHARACTERS = 80
 # Parts of which every tensor is drawn with, under one name.
-_WHOLE = ("unet", "controlnet")
+_WHOLE = ("unet", TRANSFORMER, "controlnet")
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
@@ -60,7 +70,7 @@ def convert_part(source: SingleFile, part: str, config: Mapping[str, Any], targe
 
 def _converted(source: SingleFile, part: str, config: Mapping[str, Any], state: State) -> State:
     """Return a part's tensors under the names that its network has, without any other."""
-    wanted = dict(islice(expected_tensors(part, dict(config)), MAX_TENSORS + 1))
+    wanted = dict(islice(expected_tensors(part, dict(config), source.family), MAX_TENSORS + 1))
     if len(wanted) > MAX_TENSORS:
         raise ValueError(_misfit(source, part, f"it would need over {MAX_TENSORS} tensors"))
     try:
@@ -79,7 +89,8 @@ def _converted(source: SingleFile, part: str, config: Mapping[str, Any], state: 
     unused = [name for name in by_name if name not in wanted and name.split(".")[0] in modules and name != _POSITIONS]
     if unused:
         raise ValueError(_misfit(source, part, f"nothing takes {unused[0]}"))
-    if part in _WHOLE and (lost := _lost(state, found)):
+    # The converter of transformers removes what it takes.
+    if part in _WHOLE and (lost := next(iter(state), "") if part == TRANSFORMER else _lost(state, found)):
         raise ValueError(_misfit(source, part, f"nothing takes {lost}"))
     return {by_name[name]: found[by_name[name]] for name in wanted}
 
@@ -100,6 +111,11 @@ def _unet(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
     return converted
 
 
+def _transformer(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
+    converted: State = stock.convert_sd3_transformer_checkpoint_to_diffusers(state)
+    return converted
+
+
 def _controlnet(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
     bare = {name.removeprefix(CONTROLNET): tensor for name, tensor in state.items()}
     converted: State = stock.convert_controlnet_checkpoint(bare, config)
@@ -115,14 +131,29 @@ def _vae(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
 
 
 def _text_encoder(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
-    if "text_encoder" in FAMILIES[source.family].open_clip:
+    if "text_encoder" in FAMILIES[source.family].original_names:
         return _open_clip(state, config, OPEN_CLIP)
-    converted: State = stock.convert_ldm_clip_checkpoint(state)
+    converted = _transformers_clip(state, CLIP_L_SD3)
+    if source.family == SD3:
+        dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
+        # from_single_file takes the identity, whatever a file has.
+        converted[_PROJECTION] = torch.eye(config["hidden_size"], dtype=dtype)
+    return converted
+
+
+def _transformers_clip(state: State, prefix: str) -> State:
+    """Return the tensors of an encoder with transformers' names, below this prefix or those of other families."""
+    converted: State = stock.convert_ldm_clip_checkpoint(state, prefix)
     # Some files lack the prefix that published folders have.
-    return {f"{_TEXT_PREFIX}{name.removeprefix(_TEXT_PREFIX)}": tensor for name, tensor in converted.items()}
+    return {
+        name if name == _PROJECTION else f"{_TEXT_PREFIX}{name.removeprefix(_TEXT_PREFIX)}": tensor
+        for name, tensor in converted.items()
+    }
 
 
 def _text_encoder_2(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
+    if source.family == SD3:
+        return _transformers_clip(state, CLIP_G_SD3)
     return _open_clip(state, config, OPEN_CLIP_SDXL)
 
 
@@ -164,6 +195,7 @@ def _check_finite(part: str, name: str, tensor: Tensor) -> None:
 
 _CONVERT: Mapping[str, Callable[[SingleFile, Mapping[str, Any], State], State]] = {
     "unet": _unet,
+    TRANSFORMER: _transformer,
     "controlnet": _controlnet,
     "vae": _vae,
     "text_encoder": _text_encoder,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,20 +19,24 @@ from diffusers import (
     AutoencoderKL,
     ControlNetModel,
     ControlNetUnionModel,
+    StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
 )
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
+from bottega.client.checkup.models import read_model_facts
 from bottega.errors import ConfigError
 from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.digest import model_digest
 from bottega.model_files.folder_check import check_model_folder
+from bottega.model_files.importing import import_file
 from bottega.model_files.single_file import FileKind, read_single_file
 from bottega.model_files.single_file_check import check_header
 from bottega.model_files.single_file_config import derive_configurations
+from bottega.model_files.single_file_transformer import WITHOUT_T5
 from bottega.process.engine_supervisor import engine_environment
 from bottega.worker.conversion.folder import convert_file, write_vocabulary
 from bottega.worker.conversion.tensors import check_part
@@ -49,6 +54,7 @@ PIPELINES = {
     "sd15": StableDiffusionPipeline,
     "sd21": StableDiffusionPipeline,
     "sdxl": StableDiffusionXLPipeline,
+    "sd3": StableDiffusion3Pipeline,
 }
 # Of what Python and the allocator do.
 _SLACK_BYTES = 48 << 20
@@ -61,8 +67,15 @@ PUBLISHED = {
         "text_encoder": published_configs.text_encoder(),
         "text_encoder_2": published_configs.text_encoder_2(),
     },
+    "sd3": {
+        "transformer": stable_diffusion_configs.sd35_transformer(),
+        "vae": stable_diffusion_configs.sd35_vae(),
+        "text_encoder": published_configs.text_encoder(),
+        "text_encoder_2": published_configs.text_encoder_2(),
+    },
 }
-PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
+PARTS = ("unet", "transformer", "vae", "text_encoder", "text_encoder_2")
+NO_T5 = dict.fromkeys(("text_encoder_3", "tokenizer_3"))
 
 
 @pytest.mark.parametrize("family", PIPELINES)
@@ -74,8 +87,9 @@ def test_a_model_equals_that_of_from_single_file(family: str, tmp_path: Path) ->
     assert (done.is_new, done.source.family) == (True, family)
     report = check_model_folder(done.folder)
     assert (report.problems, report.family) == ((), family)
-    stock = PIPELINES[family].from_single_file(str(file), config=str(done.folder), local_files_only=True)
-    ours = PIPELINES[family].from_pretrained(done.folder, local_files_only=True, use_safetensors=True)
+    left_out = NO_T5 if family == "sd3" else {}
+    stock = PIPELINES[family].from_single_file(str(file), config=str(done.folder), local_files_only=True, **left_out)
+    ours = PIPELINES[family].from_pretrained(done.folder, local_files_only=True, use_safetensors=True, **left_out)
     for part in PARTS:
         if (wanted := getattr(stock, part, None)) is not None:
             assert_equal(wanted, getattr(ours, part))
@@ -99,7 +113,7 @@ def _effective(part: str, config: Mapping[str, object]) -> dict[str, object]:
         "transformers_version",
         "projection_dim" if part == "text_encoder" else "",
     }
-    classes = {"unet": "UNet2DConditionModel", "vae": "AutoencoderKL"}
+    classes = {"unet": "UNet2DConditionModel", "transformer": "SD3Transformer2DModel", "vae": "AutoencoderKL"}
     filled = filled_config(classes.get(part, "CLIPTextModel"), config)
     return {name: value for name, value in filled.items() if value and not (name.startswith("_") or name in unread)}
 
@@ -111,15 +125,41 @@ def test_a_unet_for_inpainting_makes_a_pipeline_for_inpainting(tmp_path: Path) -
     assert (report.pipeline_class, report.problems) == ("StableDiffusionXLInpaintPipeline", ())
 
 
-def test_a_text_encoder_without_the_prefix_text_model_is_the_same(tmp_path: Path) -> None:
-    file = write_single_file(tmp_path / "model.safetensors", "sdxl")
+@pytest.mark.parametrize(("family", "part"), [("sdxl", "text_encoder"), ("sd3", "text_encoder_2")])
+def test_a_text_encoder_without_the_prefix_text_model_is_the_same(family: str, part: str, tmp_path: Path) -> None:
+    file = write_single_file(tmp_path / "model.safetensors", family)
     bare = {name.replace(".text_model.", "."): tensor for name, tensor in load_file(file).items()}
     save_file(bare, tmp_path / "bare.safetensors")
     folders = [convert_file(tmp_path / f"{name}.safetensors", tmp_path / name).folder for name in ("model", "bare")]
-    expected, actual = (load_file(folder / "text_encoder" / "model.safetensors") for folder in folders)
+    expected, actual = (load_file(folder / part / "model.safetensors") for folder in folders)
     assert expected.keys() == actual.keys()
     assert all(torch.equal(tensor, actual[name]) for name, tensor in expected.items())
     assert check_header(read_single_file(tmp_path / "bare.safetensors"))
+
+
+def test_a_transformer_without_norms_and_second_attention_is_that_of_from_single_file(tmp_path: Path) -> None:
+    """As that of Stable Diffusion 3 medium. The other file's is as that of 3.5 medium."""
+    file = write_single_file(tmp_path / "model.safetensors", "sd3", shape=replace(SHAPES["sd3"], dual=()))
+    folder = convert_file(file, tmp_path / "model").folder
+    assert check_model_folder(folder).problems == ()
+    stock, ours = (
+        StableDiffusion3Pipeline.from_single_file(str(file), config=str(folder), local_files_only=True, **NO_T5),
+        StableDiffusion3Pipeline.from_pretrained(folder, local_files_only=True, use_safetensors=True, **NO_T5),
+    )
+    assert_equal(stock.transformer, ours.transformer)
+    assert ours.transformer.config.qk_norm is None
+    assert ours.text_encoder.text_projection.weight.equal(torch.eye(64))  # as Diffusers takes it
+
+
+def test_a_model_of_flow_matching_says_that_it_draws_without_t5(tmp_path: Path) -> None:
+    file = write_single_file(tmp_path / "model.safetensors", "sd3")
+    source = read_single_file(file)
+    assert (source.prediction_type, source.prediction_is_guess) == ("flow", False)
+    result = asyncio.run(import_file(file, tmp_path / "model"))
+    assert result.summary == f"Prediction type: flow, from its family. {WITHOUT_T5}"
+    facts = read_model_facts(str(file))
+    assert (facts.default_size, facts.sampler, facts.prediction_type) == (256, "flow_match_euler", "flow")
+    assert facts.advice.endswith(WITHOUT_T5)
 
 
 @pytest.mark.parametrize("family", PIPELINES)
@@ -128,6 +168,8 @@ def test_a_check_of_the_header_expects_the_names_that_the_converter_reads(family
     file = write_single_file(tmp_path / "model.safetensors", family)
     source = read_single_file(file)
     assert check_header(source).keys() == source.parts.keys()
+    if family == "sd3":
+        return
     net = read_single_file(write_controlnet_file(tmp_path / "net.safetensors", family))
     assert check_header(net).keys() == {"controlnet"}
 
@@ -185,6 +227,20 @@ def test_a_vae_equals_that_of_from_single_file(prefix: str, tmp_path: Path) -> N
     ours = AutoencoderKL.from_pretrained(folder, local_files_only=True, use_safetensors=True)
     assert_equal(stock, ours)
     assert (ours.config.scaling_factor, ours.config.latent_channels) == (0.13025, 4)
+
+
+def test_a_vae_of_sixteen_channels_replaces_that_of_stable_diffusion_3(tmp_path: Path) -> None:
+    file = write_vae_file(tmp_path / "vae.safetensors", latent=16, seed=1)
+    assert read_model_facts(str(file)).problems == ()
+    whole = write_single_file(tmp_path / "model.safetensors", "sd3")
+    folder = convert_file(whole, tmp_path / "model", vae=file).folder
+    stock = AutoencoderKL.from_single_file(str(file), config=str(folder / "vae"), local_files_only=True)
+    ours = AutoencoderKL.from_pretrained(folder / "vae", local_files_only=True, use_safetensors=True)
+    assert_equal(stock, ours)
+    assert (ours.config.scaling_factor, ours.config.shift_factor, ours.config.latent_channels) == (1.5305, 0.0609, 16)
+    four = write_vae_file(tmp_path / "four.safetensors")
+    with pytest.raises(ConfigError, match="in_channels must be 4"):
+        convert_file(whole, tmp_path / "other", vae=four)
 
 
 @pytest.mark.parametrize(("family", "prefix"), [("sd15", "control_model."), ("sd21", ""), ("sdxl", "control_model.")])

@@ -152,7 +152,7 @@ HOSTILE: Mapping[str, Hostile] = {
     ),
     "a VAE of an unknown family": Hostile(
         write=write_vae_file,
-        sentence="VAEs of all families have the same tensors; say which one it is for: --family sd15, sd21 or sdxl",
+        sentence="VAEs of several families have the same tensors; say for which it is: --family sd15|sd21|sdxl|sd3",
     ),
     "a missing tensor": Hostile(
         write=lambda path: _changed(path, middle_block__2__out_layers__3__bias=None),
@@ -207,7 +207,47 @@ HOSTILE: Mapping[str, Hostile] = {
     ),
     "FLUX": Hostile(
         write=lambda path: _zeros(path, f"{_UNET}double_blocks.0.img_attn.qkv.weight"),
-        sentence="it is a FLUX model; only SDXL and Stable Diffusion 1 and 2 can be converted",
+        sentence="it is a FLUX model; only Stable Diffusion 1, Stable Diffusion 2, SDXL and Stable Diffusion 3 can be "
+        "converted",
+    ),
+    "a transformer without text encoders": Hostile(
+        write=lambda path: _zeros(path, f"{_UNET}joint_blocks.0.x_block.attn.qkv.weight", _VAE),
+        sentence="it has no text_encoder and no text_encoder_2; give the file of a whole model, with text encoders "
+        "and VAE",
+    ),
+    "a transformer alone": Hostile(
+        write=lambda path: _zeros(path, "joint_blocks.0.x_block.attn.qkv.weight"),
+        sentence="it has a denoising network alone, without text encoders and VAE; give the file of a whole model",
+    ),
+    "a transformer that lacks a projection": Hostile(
+        write=lambda path: _changed(path, "sd3", joint_blocks__1__x_block__mlp__fc1__bias=None),
+        sentence="its transformer is not that of a Stable Diffusion 3 model: KeyError: "
+        f"'joint_blocks.1.x_block.mlp.fc1.bias'; {OTHER_VERSION}",
+    ),
+    "a transformer with a fused projection of another shape": Hostile(
+        write=lambda path: _changed(path, "sd3", joint_blocks__1__x_block__attn__qkv__bias=torch.zeros(96)),
+        sentence="its transformer is not that of a Stable Diffusion 3 model: transformer_blocks.1.attn.to_q.bias has "
+        f"the shape [32] instead of [64]; {OTHER_VERSION}",
+    ),
+    "a transformer of a billion blocks": Hostile(
+        write=lambda path: _changed(path, "sd3", joint_blocks__1000000000__a=torch.zeros(1)),
+        sentence="its transformer is not that of a Stable Diffusion 3 model: nothing takes joint_blocks.1000000000.a; "
+        f"{OTHER_VERSION}",
+    ),
+    "a transformer with a tensor that nothing takes": Hostile(
+        write=lambda path: _changed(path, "sd3", joint_blocks__1__x_block__more__weight=torch.zeros(1)),
+        sentence="its transformer is not that of a Stable Diffusion 3 model: nothing takes "
+        f"joint_blocks.1.x_block.more.weight; {OTHER_VERSION}",
+    ),
+    "positions of no square": Hostile(
+        write=lambda path: _changed(path, "sd3", pos_embed=torch.zeros(1, 64 * 65, 64)),
+        sentence="its transformer is not that of a Stable Diffusion 3 model: pos_embed.pos_embed has the shape "
+        f"[1, 4160, 64] instead of [1, 4096, 64]; {OTHER_VERSION}",
+    ),
+    "a transformer whose patches have no shape": Hostile(
+        write=lambda path: _changed(path, "sd3", x_embedder__proj__weight=torch.zeros(4)),
+        sentence="its transformer is not that of a Stable Diffusion 3 model: a tensor has too few dimensions; "
+        f"{OTHER_VERSION}",
     ),
     "no text encoder": Hostile(
         write=lambda path: _zeros(path, _FIRST, f"{_UNET}label_emb.0.0.weight", _VAE),
