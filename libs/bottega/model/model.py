@@ -118,9 +118,9 @@ class Model:
         return bool(self.text_encoders[0].device.type != NOWHERE)
 
     @property
-    def encodes_as_stock(self) -> bool:
-        """Whether the text encoders have the model's element type, as `from_pretrained` loads them with one dtype."""
-        return all(encoder.dtype == self.dtype for encoder in self.text_encoders)
+    def is_as_stock(self) -> bool:
+        """Whether the weights are those of `from_pretrained` with the model's element type: of encoders and network."""
+        return all(encoder.dtype == self.dtype for encoder in self.text_encoders) and not self.operations.rounds_weights
 
     @property
     def decodes(self) -> bool:

@@ -105,6 +105,8 @@ class Operations:
     write_sums: SumWriter | None = None
     moves: Moves | None = None
     guided_euler: GuidedEuler | None = None
+    rounds_weights: bool = False
+    """Whether the network's weights are rounded, so that its pictures are not exact and LoRAs are not merged."""
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

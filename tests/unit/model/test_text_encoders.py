@@ -76,7 +76,7 @@ def test_t5_in_another_dtype_draws_what_stock_draws_with_that_dtype(dtype: torch
     drawing = ManualEngine(make_engine(model, TOGETHER)).draw(EngineOrder(key="it", spec=SPEC))
     assert_close(drawing.latents[0], stock.latent(SPEC))
     # Others must not go on with its checkpoints, nor use its cached latents.
-    assert not model.encodes_as_stock
+    assert not model.is_as_stock
     assert model.digest != model_of("SD 3").digest
     assert model_with("SD 3", text_encoder_3=TextEncoderSettings(dtype=torch.float32)).digest == model_of("SD 3").digest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -119,14 +120,34 @@ def with_attention() -> AutoencoderKL:
     ).eval()
 
 
-@pytest.mark.parametrize("other", [False, True], ids=["embedded", "other blocks"])
+def with_shift() -> AutoencoderKL:
+    """A VAE as that of Stable Diffusion 3."""
+    torch.manual_seed(9)
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+        block_out_channels=(8, 16),
+        norm_num_groups=4,
+        sample_size=16,
+        latent_channels=16,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    ).eval()
+
+
+@pytest.mark.parametrize("other", [None, with_attention, with_shift], ids=["embedded", "other blocks", "16 channels"])
 @pytest.mark.parametrize("tiled", [False, True], ids=["whole", "tiles"])
 @torch.inference_mode()
-def test_decoding_layer_by_layer_is_stock_bit_for_bit(whole: Model, other: bool, tiled: bool) -> None:
-    decoder = decoder_in(whole, "auto", vae=with_attention() if other else None)
-    latent = torch.randn(1, 4, 40, 24, generator=torch.Generator().manual_seed(8))
+def test_decoding_layer_by_layer_is_stock_bit_for_bit(
+    whole: Model, other: Callable[[], AutoencoderKL] | None, tiled: bool
+) -> None:
+    decoder = decoder_in(whole, "auto", vae=other and other())
+    config = decoder.vae.config
+    latent = torch.randn(1, config.latent_channels, 40, 24, generator=torch.Generator().manual_seed(8))
     stock = decoder.vae.tiled_decode if tiled else decoder.vae.decode
-    expected = stock(latent / decoder.vae.config.scaling_factor, return_dict=False)[0]
+    expected = stock(latent / config.scaling_factor + (config.shift_factor or 0.0), return_dict=False)[0]
     pieces = decoder.decode_in_pieces(latent, tiled=tiled)
     for _ in range(len(decoder.vae.decoder.up_blocks) + 2):
         next(pieces)  # It has more layers than blocks.

@@ -33,6 +33,7 @@ from bottega.engine.acceleration.torch_options import (
     AttentionBackend,
     ChannelsLast,
     FlashAttention,
+    Float8Weights,
     PageableCopies,
     RegionalCompile,
 )
@@ -40,11 +41,14 @@ from bottega.errors import BottegaError, ConfigError, InternalError
 from bottega.model.model import Model
 
 AUTO, OFF = "auto", "off"
+# Accelerations that are tried only by name, and are used for the memory that they save even if they take longer.
+_FOR_MEMORY = frozenset({Float8Weights.name})
 
 
 def all_accelerations() -> list[Acceleration]:
     """Return new accelerations, not enabled, in the order in which they are tried on top of each other."""
     return [
+        Float8Weights(),
         PageableCopies(),
         FlashAttention(),
         AttentionBackend("cudnn"),
@@ -67,13 +71,14 @@ def all_accelerations() -> list[Acceleration]:
 def candidates(wanted: str | Sequence[str], model: Model) -> list[Acceleration]:
     """Return the accelerations to try on a model. Raise ConfigError for an unknown name.
 
-    `wanted` is a list of names, "off" for none, or "auto", which is all on a GPU and none on a CPU.
+    `wanted` is a list of names, "off" for none, or "auto", which on a CPU is none, and on a GPU all but those that save
+    memory.
     """
     known = all_accelerations()
     if wanted == OFF or (wanted == AUTO and model.device.type == "cpu"):
         return []
     if wanted == AUTO:
-        return known
+        return [acceleration for acceleration in known if acceleration.name not in _FOR_MEMORY]
     names = [wanted] if isinstance(wanted, str) else list(wanted)
     unknown = sorted(set(names) - {acceleration.name for acceleration in known})
     if unknown:
@@ -257,7 +262,7 @@ def _compared(candidate: Acceleration, difference: float, speedup: float) -> Acc
     reason = ""
     if not difference <= candidate.tolerance:
         reason = f"its results differ by {difference:.2g} of the largest value, and {candidate.tolerance:g} is allowed"
-    elif speedup < LEAST_SPEEDUP:
+    elif speedup < LEAST_SPEEDUP and candidate.name not in _FOR_MEMORY:
         reason = f"it is {speedup:.2f} times as fast here, and at least {LEAST_SPEEDUP:g} is required"
     return AccelerationResult(
         name=candidate.name,

@@ -1,4 +1,4 @@
-"""Accelerations without kernels of our own: attention backends, compiled blocks, memory layout, and pageable copies.
+"""Accelerations without kernels of our own: attention backends, compiled blocks, memory layout, copies, and float8.
 
 PyTorch chooses an attention backend by the input sizes. The fastest one also depends on the device and its libraries,
 so the self-check measures each, and the package flash_attn if it is installed.
@@ -169,6 +169,74 @@ def _regions(model: Model) -> Iterator[nn.Module]:
     for module in model.backbone.network.modules():
         if type(module) in _REGIONS:
             yield module
+
+
+# Compute capability of the first GPUs with float8.
+_FLOAT8_CAPABILITY = (8, 9)
+
+
+class Float8Weights:
+    """Stores the weights of the denoising network's linear layers in float8, which halves their memory.
+
+    torchao scales each row of a weight, and converts the weights to the model's data type in each forward pass, which
+    takes time. The plain weights are in host memory meanwhile, so that `disable` restores them bit for bit.
+    """
+
+    name = "weights.float8"
+    probe = "forward"
+    tolerance = 0.1
+    """float8 has three bits behind the leading one, so that each weight differs by up to a 16th of itself."""
+    excludes: Sequence[str] = ()
+
+    def __init__(self) -> None:
+        self._model: Model | None = None
+        self._plain: dict[nn.Linear, tuple[Any, Tensor]] = {}
+        """Parameter of each layer that was replaced, and its value on the host."""
+        self._saved_bytes = 0
+
+    def unsupported(self, model: Model) -> str:
+        if model.device.type != "cuda":
+            return f"it needs a CUDA device, and the model is on {model.device.type}"
+        if find_spec("torchao") is None:
+            return "torchao is not installed"
+        if (capability := torch.cuda.get_device_capability(model.device)) < _FLOAT8_CAPABILITY:
+            own, least = (".".join(map(str, version)) for version in (capability, _FLOAT8_CAPABILITY))
+            return f"it needs a device of compute capability {least}, and this one has {own}"
+        if model.dtype not in _HALVES:
+            return f"it is for float16 and bfloat16, and the model is {model.dtype_name}"
+        return ""
+
+    def enable(self, model: Model) -> None:
+        from torchao.quantization import Float8WeightOnlyConfig, quantize_  # type: ignore[import-not-found]
+
+        self._model, config = model, Float8WeightOnlyConfig(set_inductor_config=False)
+        model.operations.rounds_weights = True
+        # Parameters of inference mode could not be written outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            for module in model.backbone.network.modules():
+                if type(module) is not nn.Linear:
+                    continue
+                weight = module.weight
+                self._plain[module] = (weight, weight.data.to("cpu", copy=True))
+                quantize_(module, config)
+                saved_bytes = weight.numel() * (weight.itemsize - 1)
+                weight.data = weight.data.new_empty(0)  # frees the device's memory
+                model.memory.grow("model", -saved_bytes)
+                self._saved_bytes += saved_bytes
+
+    def disable(self) -> None:
+        model, self._model = self._model, None
+        if model is None:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            while self._plain:
+                module, (weight, plain) = self._plain.popitem()
+                weight.data = plain.to(model.device)
+                module.weight = weight
+                module.__dict__.pop("extra_repr", None)  # which torchao sets
+        model.memory.grow("model", self._saved_bytes)
+        self._saved_bytes = 0
+        model.operations.rounds_weights = False
 
 
 _PROBES = {"unet": "forward", "vae": "decode"}

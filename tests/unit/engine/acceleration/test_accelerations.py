@@ -21,7 +21,13 @@ from bottega.device.heartbeat import Heartbeat
 from bottega.engine.acceleration import torch_options
 from bottega.engine.acceleration.acceleration import Probe
 from bottega.engine.acceleration.self_check import all_accelerations, candidates
-from bottega.engine.acceleration.torch_options import AttentionBackend, ChannelsLast, PageableCopies, RegionalCompile
+from bottega.engine.acceleration.torch_options import (
+    AttentionBackend,
+    ChannelsLast,
+    Float8Weights,
+    PageableCopies,
+    RegionalCompile,
+)
 from bottega.engine.addon import EngineAddOn
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.engine import Engine
@@ -250,6 +256,58 @@ def test_what_needs_a_cuda_device_says_so_on_a_cpu(model: Model) -> None:
     of_cuda = [each for each in all_accelerations() if not each.name.startswith(("channels_last.", "compile"))]
     assert of_cuda
     assert all("cpu" in each.unsupported(model) for each in of_cuda)
+
+
+class CudaModel:
+    """A model on a device that a test describes."""
+
+    device = torch.device("cuda:0")
+    dtype, dtype_name = torch.bfloat16, "bfloat16"
+
+
+def test_float8_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = CudaModel()
+    capability, installed = (8, 6), False
+    monkeypatch.setattr(torch_options, "find_spec", lambda name: object() if installed else None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert Float8Weights().unsupported(model) == "torchao is not installed"
+    installed = True
+    assert Float8Weights().unsupported(model) == "it needs a device of compute capability 8.9, and this one has 8.6"
+    capability = (8, 9)
+    assert Float8Weights().unsupported(model) == ""
+    model.dtype, model.dtype_name = torch.float32, "float32"
+    assert Float8Weights().unsupported(model) == "it is for float16 and bfloat16, and the model is float32"
+
+
+def test_weights_are_in_float8_for_a_while_and_afterwards_as_they_were() -> None:
+    pytest.importorskip("torchao", reason="it is optional")
+    model = load(small_model(), dtype=torch.bfloat16)
+    model.memory.reserve("model", 1 << 30)
+    kept = {name: tensor.clone() for name, tensor in model.backbone.network.state_dict().items()}
+    layers = [module for module in model.backbone.network.modules() if type(module) is nn.Linear]
+    (before,) = forward(model)
+    float8 = Float8Weights()
+    with torch.inference_mode():  # as in a check
+        float8.enable(model)
+    assert model.memory.reserved["model"] == (1 << 30) - sum(layer.weight.numel() for layer in layers)
+    was_stock = model.is_as_stock
+    (rounded,) = forward(model)
+    assert not was_stock
+    assert 0 < (rounded - before).abs().max() / before.abs().max() < float8.tolerance
+    float8.disable()
+    float8.disable()
+    assert model.memory.reserved["model"] == 1 << 30
+    assert model.is_as_stock
+    after = model.backbone.network.state_dict()
+    assert all(torch.equal(after[name], tensor) for name, tensor in kept.items())
+    assert not any(parameter.is_inference() for parameter in model.backbone.network.parameters())
+    assert torch.equal(forward(model)[0], before)
+
+
+def test_float8_is_tried_only_by_name(model: Model) -> None:
+    there: Any = CudaModel()
+    assert Float8Weights.name not in [each.name for each in candidates("auto", there)]
+    assert [each.name for each in candidates([Float8Weights.name], model)] == [Float8Weights.name]
 
 
 def test_copies_go_through_pinned_memory_but_while_it_is_enabled(model: Model) -> None:

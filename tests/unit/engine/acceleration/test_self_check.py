@@ -106,6 +106,15 @@ def test_what_is_faster_and_equal_is_kept_and_measured(model: Model, machine: Ma
     assert machine.synchronized, "else a device's times would be those of launches"
 
 
+def test_what_saves_memory_is_kept_though_it_is_slower_unless_it_is_wrong(model: Model, machine: Machine) -> None:
+    slow = Faked(machine, name="weights.float8", speedup=0.5)
+    (found,) = check(model, machine, slow)
+    assert (found.kept, found.reason, slow.enabled) == (True, "", True)
+    slow.disable()
+    (found,) = check(model, machine, Faked(machine, name="weights.float8", results=lambda plain: plain * 1.02))
+    assert "differ by 0.02" in found.reason
+
+
 def raises(error: Exception) -> Callable[..., None]:
     def fail(*_: object) -> None:
         raise error

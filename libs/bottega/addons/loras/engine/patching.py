@@ -70,7 +70,11 @@ class Patcher:
     def original(self, path: str) -> Tensor:
         """Return the weight of a module without LoRAs, perhaps on another device."""
         name = f"{path}{_WEIGHT}"
-        return self._pristine[name] if self._patched is not None and name in self._pristine else self._parameter(name)
+        if self._patched is not None and name in self._pristine:
+            return self._pristine[name]
+        weight = self._parameter(name)
+        # Quantized weights are a subclass.
+        return weight if type(weight) is Tensor else weight.dequantize()
 
     @torch.inference_mode()
     def patch(self, loras: LoraSet) -> None:

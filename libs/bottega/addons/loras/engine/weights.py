@@ -137,7 +137,7 @@ class LoraWeights:
         self._device = model.runtime
         self._memory = MemoryPlan() if pristine_on_host else model.memory
         self._device_memory = model.memory
-        self._dtype = model.dtype
+        self._dtype, self._operations = model.dtype, model.operations
         self._half = model.dtype != torch.float32
         self._as_peft = self._half and not merges_half
         self._patches = patches and not self._as_peft
@@ -401,7 +401,8 @@ class LoraWeights:
 
     def _pays(self, wanted: LoraSet, steps: int, step_s: float) -> bool:
         touched = self._patchers[self.denoiser].touched_bytes(wanted)
-        return self._patches and self.costs.pays(wanted.key, steps=steps, step_s=step_s, touched_bytes=touched)
+        merges = self._patches and not self._operations.rounds_weights
+        return merges and self.costs.pays(wanted.key, steps=steps, step_s=step_s, touched_bytes=touched)
 
 
 def _put(patcher: Patcher, loras: LoraSet | None) -> None:
