@@ -18,6 +18,7 @@ from torch import Tensor
 
 from bottega.addons.edits.engine.masked.checks import unsupported
 from bottega.device.heartbeat import call_after_blocks
+from bottega.engine.encode import LatentPreview, encode_image, to_latent
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits, check_drawable
 from bottega.engine.spec import EmbeddingSpec, ResolvedSpec
@@ -200,6 +201,19 @@ def test_a_shift_of_the_last_step_needs_two(model: Model) -> None:
     assert steps == 1
     assert samplers.refusal(SamplerChoice(kind=FLOW), 1)
     assert not samplers.refusal(SamplerChoice(kind=FLOW), 2)
+
+
+def test_previews_are_the_same_whatever_shift_the_latents_have(model: Model) -> None:
+    pixels = torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(5))
+    own, previews = model.vae.config.shift_factor, list[Tensor]()
+    assert own
+    for shift in (None, 3.0, own):
+        model.vae.register_to_config(shift_factor=shift)
+        with torch.inference_mode():
+            latent = to_latent(model, encode_image(model, pixels).mean)
+        previews.append(LatentPreview.fit(model).draw(latent).int())
+    assert previews[0].float().std() > 1
+    assert all((preview - previews[0]).abs().max() <= 1 for preview in previews)
 
 
 def test_edits_compute_all_blocks(model: Model) -> None:

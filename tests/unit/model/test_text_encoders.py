@@ -296,3 +296,16 @@ def test_keys_do_not_mix_what_they_are_made_of() -> None:
         )
     ]
     assert len(set(keys)) == len(keys)
+
+
+@pytest.mark.gpu
+def test_encoders_on_the_host_of_a_gpu_draw_what_those_on_it_draw() -> None:
+    latents = list[Tensor]()
+    for on_host in (False, True):
+        settings = dict.fromkeys(("text_encoder", "text_encoder_2", T5), TextEncoderSettings(on_host=on_host))
+        model = load_model(
+            family_model("SD 3"), name="m", device=torch.device("cuda:0"), dtype=torch.float32, text=settings
+        )
+        assert {encoder.device.type for encoder in model.text_encoders} == {"cpu" if on_host else "cuda"}
+        latents.append(ManualEngine(make_engine(model, TOGETHER)).draw(order("SD 3")).latents[0])
+    assert torch.equal(*latents)
