@@ -275,8 +275,8 @@ def _filled(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def _mixes_layouts(path: str, module: nn.Module) -> bool:
-    """Return whether a linear layer may get views: feature maps as tokens, or a text's part of joint attention."""
-    return isinstance(module, nn.Linear) and f".{path}".endswith((".proj_in", ".to_out.0", ".to_add_out"))
+    """Return whether a linear layer gets feature maps as tokens. Views of some tokens give the same bits either way."""
+    return isinstance(module, nn.Linear) and path.rpartition(".")[2] == "proj_in"
 
 
 def _as_frozen(rows: Sequence[_Bounds]) -> _Hook:

@@ -115,3 +115,23 @@ def test_layers_without_a_low_rank_form_keep_their_element_type() -> None:
     }
     assert layers["a"].scale == 0.5
     assert download.size_bytes == 4 * 32 + 192
+
+
+def test_layers_of_a_transformer_and_t5_are_those_of_the_file() -> None:
+    """Those of T5 are there with the text encoders', before the rest is checked."""
+    weights = TensorData(dtype="F32", shape=(6, 8), data=bytes(192))
+    out, parts = io.BytesIO(), {"full": weights}
+    modules = [
+        ModuleWeights(component=component, path=component, scale=1.0, parts=parts)
+        for component in ("transformer", "text_encoder_3")
+    ]
+    canonical.write(out, modules)
+    with sealed_file(out.getvalue()) as sealed:
+        file = received_file(sealed.descriptor, sealed.size_bytes)
+    download = _download(hashlib.sha256(out.getvalue()).hexdigest())
+    download.take_whole(file)
+    assert list(download.layers("text_encoder_3")) == ["text_encoder_3"]
+    assert download.text_ready
+    download.check()
+    assert list(download.layers("transformer")) == ["transformer"]
+    assert not download.layers("unet")
