@@ -75,6 +75,8 @@ MAX_STEPS = 200
 MAX_TRIGGER_CHARACTERS = 200
 # More than the layers of any text encoder.
 MAX_CLIP_SKIP = 100
+# As in Diffusers' pipelines.
+MAX_SEQUENCE_LENGTH = 512
 # Files below a ControlNet's folder; a repository of a hub has some tens.
 MAX_CONTROLNET_FILES = 10_000
 MAX_SIDE = 1 << 14
@@ -142,6 +144,7 @@ RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "padding_mask_crop": (0, 4096),
         "mask_feather": (0, 256),
         "clip_skip": (0, MAX_CLIP_SKIP),
+        "max_sequence_length": (1, MAX_SEQUENCE_LENGTH),
     }
 )
 """Lowest and highest value of each field of a spec that has both limits."""
@@ -291,6 +294,11 @@ def computes_part(spec: GenerationSpec) -> bool:
 def keeps_data(spec: GenerationSpec) -> bool:
     """Return whether workers keep data of the images, such as latents, for later edits of them."""
     return spec.keep_for_editing
+
+
+def sequence_rule(most: int) -> str:
+    """Return the rule for max_sequence_length of a model that takes at most `most`, or refuses it if that is 0."""
+    return f"must be 1 to {most} with this model" if most else "must be absent: this model has no T5, which reads it"
 
 
 NO_CONTROLNETS = "must be empty with image: image-to-image of this model takes no ControlNets"

@@ -38,6 +38,7 @@ _MODELS: Mapping[str, Sides] = {
     "default_sampler": ((0, 19), (20, 99)),
     "max_pixels": ((0, 2**63 - 1), (-1,)),
     "max_clip_skip": ((0, 100), (-1, 101)),
+    "max_sequence_length": ((0, 512), (-1, 513)),
     "sampler_choices": (
         (
             [],

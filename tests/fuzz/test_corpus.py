@@ -62,6 +62,9 @@ UNBOUNDED = {
 }
 # Fields with no value that the corpus could know to be taken, and why.
 UNKNOWABLE = {
+    "Generate spec.max_sequence_length": "the embedded model has no T5, and refuses it",
+    "SubmitJob spec.max_sequence_length": "as above",
+    "RunAttempt spec.max_sequence_length": "as above",
     "ListJobs page_token": "it is made by the page before",
     "RunAttempt spec.techniques.recording": "the gateway refuses every request that has it",
 }

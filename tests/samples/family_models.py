@@ -279,7 +279,8 @@ class FamilyStock:
         more: dict[str, Any] = {}
         if self.family in _FLUX:
             missing |= {"clip_skip", *(("negative_prompt", "negative_prompt_2") if reads_mask(self.family) else ())}
-            more = {"max_sequence_length": 256 if self.family == "Flux schnell" else 512}
+            own = 256 if self.family == "Flux schnell" else 512
+            more = {"max_sequence_length": spec.max_sequence_length or own}
         if takes_true_cfg(self.family):
             more["true_cfg_scale"] = spec.true_cfg_scale
         return {name: value for name, value in said(spec).items() if name not in missing} | more

@@ -192,6 +192,7 @@ def said(spec: ResolvedSpec) -> dict[str, Any]:
         "guidance_scale": spec.guidance_scale,
         "guidance_rescale": spec.guidance_rescale,
         "clip_skip": spec.clip_skip,
+        **({"max_sequence_length": spec.max_sequence_length} if spec.max_sequence_length else {}),
     }
 
 

@@ -161,7 +161,7 @@ def sample_conditions(model: Model, spec: ResolvedSpec) -> Conditions:
         chunk, _ = plain_chunk("", tokenizer, model.family.prompt_tokens.get(part))
         outputs.append(encoder(torch.tensor([chunk.ids], device=encoder.device), output_hidden_states=True))
         states.append(model.family.states(encoder, outputs[-1], None))
-    text = model.family.join(states, outputs).to(model.dtype)
+    text = model.family.join(states, outputs, None).to(model.dtype)
     generator = torch.Generator("cpu").manual_seed(0)
 
     def noise(shaped: Tensor) -> Tensor:
@@ -243,6 +243,8 @@ class _Prompts:
     chunks: Sequence[Sequence[Chunk]] = ()
     """Chunks for each text encoder."""
     truncations: Sequence[CutText] = ()
+    max_sequence_length: int | None = None
+    """See ResolvedSpec. A model without T5 has as many zeros in place of its states."""
 
     @property
     def longest(self) -> int:
@@ -278,19 +280,21 @@ def _read(model: Model, spec: ResolvedSpec, texts: Sequence[str], fields: Sequen
     chunks: list[list[Chunk]] = []
     encoders_of: dict[tuple[str, str], list[str]] = {}
     for (text, tokenizer), field, part in zip(sources, fields, model.family.text_encoders, strict=False):
-        chunk, lost = plain_chunk(text, tokenizer, model.family.prompt_tokens.get(part))
+        tokens = model.family.prompt_tokens.get(part)
+        chunk, lost = plain_chunk(text, tokenizer, tokens and (spec.max_sequence_length or tokens))
         chunks.append([chunk])
         if lost:
             encoders_of.setdefault((field, lost), []).append(part)
     cuts = [
         CutText(field=field, text=lost, encoders=tuple(encoders)) for (field, lost), encoders in encoders_of.items()
     ]
-    return _Prompts(chunks=chunks, truncations=cuts)
+    return _Prompts(chunks=chunks, truncations=cuts, max_sequence_length=spec.max_sequence_length)
 
 
 def _encode_once(model: Model, prompts: _Prompts, count: int, clip_skip: int | None, texts: JobTexts) -> EncodedText:
     """Return encoded prompts, to which empty chunks are added up to `count`, from `texts` if it has them."""
-    key = texts.key((tuple(tuple(chunks) for chunks in prompts.chunks), count, clip_skip))
+    read = tuple(tuple(chunks) for chunks in prompts.chunks)
+    key = texts.key((read, prompts.max_sequence_length, count, clip_skip))
     text = texts.find(key)
     if text is None:
         text = _encode(model, prompts, count, clip_skip)
@@ -311,7 +315,7 @@ def _encode(model: Model, prompts: _Prompts, count: int, clip_skip: int | None) 
             if len(encoded) == 1:
                 first_outputs.append(output)
         states.append(torch.cat([encoded[chunk] for chunk in chunks], dim=1))
-    return model.family.join(states, first_outputs).to(model.dtype)
+    return model.family.join(states, first_outputs, prompts.max_sequence_length).to(model.dtype)
 
 
 class LatentPreview:

@@ -144,6 +144,9 @@ def _unreadable(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     """Yield a violation for each text that the text encoders cannot read, and for a `clip_skip` beyond their layers."""
     if spec.clip_skip is not None and not 0 <= spec.clip_skip <= model.max_clip_skip:
         yield Violation(field="spec.clip_skip", description=rules.clip_skip_rule(model.max_clip_skip))
+    most = model.family.max_sequence_length
+    if spec.max_sequence_length is not None and not 1 <= spec.max_sequence_length <= most:
+        yield Violation(field="spec.max_sequence_length", description=rules.sequence_rule(most))
     if not (spec.weighted and model.family.weighs_words):
         return
     texts = {f"prompts[{index}]": prompt for index, prompt in enumerate(spec.prompts)} or {"prompt": spec.prompt}

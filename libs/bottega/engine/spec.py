@@ -96,6 +96,8 @@ class ResolvedSpec:
 
     In plain prompts it does not hold for the negative ones, as in Diffusers. In weighted ones it holds for all.
     """
+    max_sequence_length: int | None = None
+    """Tokens of each prompt that T5 reads; None for the family's default."""
     num_inference_steps: int = 50
     guidance_scale: float = 5.0
     guidance_rescale: float = 0.0

@@ -33,8 +33,8 @@ from bottega.model_files.families import LCM_PIPELINE
 from bottega.model_files.family_names import FLUX, SD3, SD15, SD21, SDXL, TITLES, TRANSFORMER, UNET
 from bottega.model_files.report import ModelReport
 
-# Tokens of a prompt that T5 reads, by the default of StableDiffusion3Pipeline.
-_T5_TOKENS = 256
+# Tokens of a prompt that T5 reads, by the default of StableDiffusion3Pipeline, and the most that it takes.
+_T5_TOKENS, _MAX_T5_TOKENS = 256, 512
 # Fields of a VAE's configuration that only some pipelines read.
 _NO_STATISTICS: Mapping[str, Any] = {"force_upcast": False, "latents_mean": None, "latents_std": None}
 
@@ -79,7 +79,12 @@ class ModelFamily:
     Its arguments are the encoder, its output with hidden states, and `ResolvedSpec.clip_skip`.
     """
     prompt_tokens: Mapping[str, int] = field(default_factory=dict)
-    """Number of tokens that a text encoder reads, by its part, where it is not `model_max_length` of the tokenizer."""
+    """Number of tokens that a text encoder reads, by its part, where it is not `model_max_length` of the tokenizer.
+
+    `ResolvedSpec.max_sequence_length` replaces it.
+    """
+    max_sequence_length: int = 0
+    """The largest one; 0 if the family's pipelines do not have it."""
     weighs_words: bool = True
     """Whether weighted prompts are served."""
     takes_loras: bool = True
@@ -91,8 +96,11 @@ class ModelFamily:
 
     0 if no `clip_skip` is served, because CLIP's pooled output alone counts.
     """
-    join: Callable[[Sequence[Tensor], Sequence[Any]], EncodedText]
-    """Makes one text of the states of all text encoders, and of their outputs for the first chunk of the prompt."""
+    join: Callable[[Sequence[Tensor], Sequence[Any], int | None], EncodedText]
+    """Makes one text of the states of all text encoders, and of their outputs for the first chunk of the prompt.
+
+    Its last argument is `ResolvedSpec.max_sequence_length`.
+    """
     picture_conditions: Callable[[int, int], Mapping[str, Tensor]]
     """Returns the conditions that depend on the picture's height and width, in pixels, as float32 tensors."""
     guidance_scale: float
@@ -154,7 +162,7 @@ def _penultimate_states(_encoder: Any, output: Any, clip_skip: int | None) -> Te
     return states
 
 
-def _join_sdxl(states: Sequence[Tensor], outputs: Sequence[Any]) -> EncodedText:
+def _join_sdxl(states: Sequence[Tensor], outputs: Sequence[Any], _tokens: int | None) -> EncodedText:
     """Join both encoders' states, and add the second one's pooled output."""
     dtype, pooled = outputs[1].text_embeds.dtype, outputs[1].text_embeds[0]
     joined = torch.concat(list(states), dim=-1)
@@ -176,7 +184,7 @@ def _last_states(encoder: Any, output: Any, clip_skip: int | None) -> Tensor:
     return states
 
 
-def _join_single(states: Sequence[Tensor], outputs: Sequence[Any]) -> EncodedText:
+def _join_single(states: Sequence[Tensor], outputs: Sequence[Any], _tokens: int | None) -> EncodedText:
     """Return the states of the only encoder, and its pooled output as the summary."""
     return EncodedText(prompt=states[0][0], added={}, summary=outputs[0].pooler_output[0])
 
@@ -189,18 +197,19 @@ def _sd3_states(encoder: Any, output: Any, clip_skip: int | None) -> Tensor:
     return _penultimate_states(encoder, output, clip_skip)
 
 
-def _join_sd3(states: Sequence[Tensor], outputs: Sequence[Any], *, width: int) -> EncodedText:
+def _join_sd3(states: Sequence[Tensor], outputs: Sequence[Any], tokens: int | None, *, width: int) -> EncodedText:
     """Append T5's tokens to those of both CLIP encoders, whose states are padded to T5's width.
 
     Args:
         states: Of the two CLIP encoders and, unless the model has none, of T5.
         outputs: Outputs of the encoders.
+        tokens: Tokens of T5 if the model has none; None for the default.
         width: Features of a token.
     """
     dtype = states[0].dtype
     clip = torch.cat([states[0], states[1].to(dtype)], dim=-1)
     clip = functional.pad(clip, (0, width - clip.shape[-1]))
-    t5 = states[2] if len(states) > 2 else clip.new_zeros((1, _T5_TOKENS, width))
+    t5 = states[2] if len(states) > 2 else clip.new_zeros((1, tokens or _T5_TOKENS, width))
     pooled = torch.cat([outputs[0].text_embeds[0], outputs[1].text_embeds[0]], dim=-1)
     return EncodedText(prompt=torch.cat([clip, t5], dim=1)[0], added={POOLED: pooled}, summary=pooled)
 
@@ -211,7 +220,7 @@ def _flux_states(_encoder: Any, output: Any, _clip_skip: int | None) -> Tensor:
     return states
 
 
-def _join_flux(states: Sequence[Tensor], outputs: Sequence[Any]) -> EncodedText:
+def _join_flux(states: Sequence[Tensor], outputs: Sequence[Any], _tokens: int | None) -> EncodedText:
     """Return T5's states, and add CLIP's pooled output."""
     pooled = outputs[0].pooler_output[0]
     # One number wider, because thresholds of similarity that were measured with other models are chosen by the width.
@@ -278,6 +287,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             },
             states=_sd3_states,
             prompt_tokens={"text_encoder_3": _T5_TOKENS},
+            max_sequence_length=_MAX_T5_TOKENS,
             weighs_words=False,
             states_from_end=2,
             join=partial(_join_sd3, width=4096),
@@ -298,7 +308,8 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             networks={TRANSFORMER: FluxTransformer2DModel, "vae": AutoencoderKL},
             text_encoders={"text_encoder": CLIPTextModel, "text_encoder_2": T5EncoderModel},
             states=_flux_states,
-            prompt_tokens={"text_encoder_2": 512},
+            prompt_tokens={"text_encoder_2": _MAX_T5_TOKENS},
+            max_sequence_length=_MAX_T5_TOKENS,
             weighs_words=False,
             takes_loras=False,
             takes_controlnets=False,

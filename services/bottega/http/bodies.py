@@ -88,6 +88,7 @@ class BottegaBody(Body):
     negative_prompt_2: str | None = None
     prompt_syntax: PromptSyntaxName | None = None
     clip_skip: int | None = None
+    max_sequence_length: int | None = None
     num_inference_steps: int | None = None
     guidance_scale: float | None = None
     guidance_rescale: float | None = None

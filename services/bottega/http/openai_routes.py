@@ -59,6 +59,7 @@ _MODEL_FACTS = (
     "plain_prompts_only",
     "embeds_guidance",
     "takes_true_cfg",
+    "max_sequence_length",
 )
 
 

@@ -49,6 +49,7 @@ FULL: GenerationOptions = {
     "negative_prompt_2": "blur",
     "prompt_syntax": "weighted",
     "clip_skip": 1,
+    "max_sequence_length": 77,
     "num_inference_steps": 30,
     "guidance_scale": 4.5,
     "guidance_rescale": 0.5,

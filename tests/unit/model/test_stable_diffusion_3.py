@@ -174,6 +174,7 @@ def test_samplers_fit_how_a_model_was_trained() -> None:
         ({"width": 36}, "must be a multiple of 8 with this model"),
         ({"weighted": True}, "must be plain: Stable Diffusion 3 reads no weighted prompts"),
         ({"clip_skip": 2}, "must be 0 to 1 with this model"),
+        ({"max_sequence_length": 513}, "must be 1 to 512 with this model"),
         (
             {"embeddings": (EmbeddingSpec(name="toy", digest="d", token="<toy>"),)},
             "must have no embedding (toy): Stable Diffusion 3 reads none, as in Diffusers; use a LoRA",

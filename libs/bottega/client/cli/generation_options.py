@@ -154,6 +154,7 @@ _OTHERS = (
         "(word:1.3), [word], BREAK and any length up to 1500 tokens.",
     ),
     click.option("--clip-skip", type=int, help="Last layers of the text encoders to skip, as in Diffusers."),
+    click.option("--max-sequence-length", type=int, help="Tokens of a prompt that T5 reads, 1 to 512."),
     click.option(
         "--format", type=click.Choice(list(FORMATS)), help="File format; default: by the file's name, else png."
     ),

@@ -99,6 +99,8 @@ class ServedModel:
     """Whether guidance_scale is an input of the network, or ignored by it, and costs no second row."""
     takes_true_cfg: bool
     """Whether the model takes a true_cfg_scale above 1."""
+    max_sequence_length: int
+    """The largest max_sequence_length; 0 if the model refuses the argument."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,6 +163,7 @@ def model_from(model: image_pb2.Model) -> ServedModel:
         plain_prompts_only=model.plain_prompts_only,
         embeds_guidance=model.embeds_guidance,
         takes_true_cfg=model.takes_true_cfg,
+        max_sequence_length=model.max_sequence_length,
     )
 
 

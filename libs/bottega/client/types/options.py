@@ -57,6 +57,8 @@ class EditOptions(TypedDict, total=False):
             Diffusers. Weighted is as in AUTOMATIC1111's web UI, with (word:1.3), [word] and BREAK, and is not cut at 75
             tokens.
         clip_skip: Number of last layers of the text encoders to skip, as in Diffusers; the web UI counts one more.
+        max_sequence_length: Number of tokens that T5 reads, 1 to 512, of models that have it; by default 256, and 512
+            with Flux.1 dev.
         num_inference_steps: Denoising steps, 1 to 200.
         guidance_scale: 0 to 50; guidance is off at 1 or less. Edits without ControlNets may have another default, as in
             Diffusers (models()).
@@ -122,6 +124,7 @@ class EditOptions(TypedDict, total=False):
     negative_prompt_2: str | None
     prompt_syntax: PromptSyntaxName | None
     clip_skip: int | None
+    max_sequence_length: int | None
     num_inference_steps: int | None
     guidance_scale: float | None
     guidance_rescale: float | None

@@ -68,6 +68,7 @@ class Parameters:
     negative_prompt_2: str | None = None
     prompt_syntax: PromptSyntaxName | None = None
     clip_skip: int | None = None
+    max_sequence_length: int | None = None
     num_inference_steps: int = 0
     guidance_scale: float = 0.0
     guidance_rescale: float = 0.0

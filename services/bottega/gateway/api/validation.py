@@ -34,6 +34,7 @@ from bottega.rules import (
     MAX_ADAPTERS,
     MAX_CLIP_SKIP,
     MAX_PAGE,
+    MAX_SEQUENCE_LENGTH,
     MAX_SIDE,
     NO_CONTROLNETS,
     check_edit,
@@ -47,6 +48,7 @@ from bottega.rules import (
     check_true_cfg,
     clip_skip_rule,
     is_flow_matching,
+    sequence_rule,
 )
 from bottega.schedules import (
     AS_CONFIGURED,
@@ -193,6 +195,8 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
             yield _violation(name, "must be empty: this model has one text encoder")
     if model.HasField("max_clip_skip") and model.max_clip_skip < spec.clip_skip <= MAX_CLIP_SKIP:
         yield _violation("clip_skip", clip_skip_rule(model.max_clip_skip))
+    if model.max_sequence_length < spec.max_sequence_length <= MAX_SEQUENCE_LENGTH:
+        yield _violation("max_sequence_length", sequence_rule(model.max_sequence_length))
     sampler, choice = spec.sampler or model.default_sampler, choice_of(spec, model)
     yield from check_sigmas(spec, sampler)
     karras = karras_of(spec, choice is not None and choice.use_karras_sigmas)

@@ -257,6 +257,7 @@ def _can_be_drawn_with(model: image_pb2.Model) -> bool:
         and model.default_sampler in Sampler.values()
         and model.max_pixels >= 0
         and 0 <= model.max_clip_skip <= rules.MAX_CLIP_SKIP
+        and 0 <= model.max_sequence_length <= rules.MAX_SEQUENCE_LENGTH
         and len(model.edits_refused_because) <= _MAX_REASON
         and _are_choices(model.sampler_choices)
     )

@@ -141,6 +141,7 @@ def model_message(model: Model, *, max_pixels: int) -> image_pb2.Model:
         plain_prompts_only=not model.family.weighs_words,
         embeds_guidance=model.embeds_guidance,
         takes_true_cfg=model.family.takes_true_cfg,
+        max_sequence_length=model.family.max_sequence_length,
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.network.config, model.latent_scale).base,
     )

@@ -41,6 +41,7 @@ _OPTIONAL = frozenset(
         "num_images",
         "strength",
         "clip_skip",
+        "max_sequence_length",
     }
 )
 

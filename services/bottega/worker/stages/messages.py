@@ -82,6 +82,7 @@ class EncodeRequest:
     negative_prompt_2: str | None
     weighted: bool
     clip_skip: Annotated[int, Field(ge=0, le=rules.MAX_CLIP_SKIP)] | None
+    max_sequence_length: Annotated[int, Field(ge=1, le=rules.MAX_SEQUENCE_LENGTH)] | None
     guidance_scale: Annotated[float, Field(allow_inf_nan=False)]
     width: _Side
     height: _Side

@@ -93,6 +93,18 @@ def test_true_cfg_is_for_models_that_take_it_and_needs_a_negative_prompt() -> No
     assert violation.description.startswith("must be 0 with this model, which reads no")
 
 
+def test_tokens_of_t5_are_bounded_by_the_model() -> None:
+    model = image_pb2.Model()
+    model.CopyFrom(MODEL)
+    (violation,) = validation.check_model(GenerationSpec(max_sequence_length=8), model, ADDONS)
+    rule = "must be absent: this model has no T5, which reads it"
+    assert violation == Violation(field="spec.max_sequence_length", description=rule)
+    model.max_sequence_length = 256
+    assert _fields(GenerationSpec(max_sequence_length=256), model) == []
+    assert _fields(GenerationSpec(max_sequence_length=257), model) == ["max_sequence_length"]
+    assert _fields(GenerationSpec(max_sequence_length=0), model) == ["max_sequence_length"]
+
+
 def test_a_size_is_bounded_by_the_models_pixels_with_defaults_counted() -> None:
     assert _fields(GenerationSpec(width=4096, height=64)) == []
     assert _fields(GenerationSpec(width=4096, height=72)) == ["width"]

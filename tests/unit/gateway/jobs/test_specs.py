@@ -346,6 +346,7 @@ def test_what_was_said_is_kept_and_the_callers_spec_is_not_touched() -> None:
         quality=1,
         prompt_syntax=generation_pb2.PROMPT_SYNTAX_WEIGHTED,
         clip_skip=1,
+        max_sequence_length=77,
     )
     before = said.SerializeToString(deterministic=True)
     assert specs.complete(said, MODEL) == said

@@ -154,6 +154,8 @@ def start_key(spec: ResolvedSpec, *, model_hash: str, dtype: str, tenant: str) -
         facts["true_cfg_scale"] = float(spec.true_cfg_scale)
     if spec.embeddings:  # Keys of other requests stay as they are on the disk.
         facts["embeddings"] = [embedding.digest for embedding in spec.embeddings]
+    if spec.max_sequence_length is not None:
+        facts["max_sequence_length"] = spec.max_sequence_length
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

@@ -181,6 +181,7 @@ def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.Gene
         negative_prompt=spec.negative_prompt,
         negative_prompt_2=spec.negative_prompt_2,
         clip_skip=spec.clip_skip,
+        max_sequence_length=spec.max_sequence_length,
         num_inference_steps=spec.num_inference_steps,
         guidance_scale=spec.guidance_scale,
         guidance_rescale=spec.guidance_rescale,

@@ -25,6 +25,7 @@ OTHERS: dict[type, dict[str, list[Any]]] = {
         "negative_prompt": ["", " ", "a circle"],
         "negative_prompt_2": ["", "a circle"],
         "clip_skip": [0, 1],
+        "max_sequence_length": [77, 512],
         "num_inference_steps": [SPEC.num_inference_steps + 1],
         "guidance_scale": [math.nextafter(SPEC.guidance_scale, math.inf)],
         "guidance_rescale": [math.nextafter(SPEC.guidance_rescale, math.inf)],

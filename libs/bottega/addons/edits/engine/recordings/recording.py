@@ -106,6 +106,8 @@ def prompt_of(spec: ResolvedSpec, half: Half) -> str:
         # Both halves are as long as the longer one.
         facts += [*prompts, *negative_prompts]
     facts += [embedding.digest for embedding in spec.embeddings]
+    if spec.max_sequence_length is not None:
+        facts.append(spec.max_sequence_length)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
