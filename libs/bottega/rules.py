@@ -258,6 +258,8 @@ def check_techniques(spec: GenerationSpec) -> Iterator[Violation]:
     if spec.techniques.HasField("recording") and not _RECORDING.fullmatch(spec.techniques.recording):
         rule = "must be 32 hexadecimal digits, as the parameters of a provenance have it"
         yield Violation(field="spec.techniques.recording", description=rule)
+    if spec.techniques.step_caching and spec.fidelity != Fidelity.FIDELITY_FAST:
+        yield Violation(field="spec.techniques.step_caching", description="needs fidelity FAST")
 
 
 def check_edit(spec: GenerationSpec) -> Iterator[Violation]:

@@ -145,6 +145,7 @@ class SimulatedEdit:
     ended_s: float = 0.0
     key: GroupKey = _KEY
     row_count: int = ROWS
+    packs: bool = False
 
     def __post_init__(self) -> None:
         self.steps_left = self.steps

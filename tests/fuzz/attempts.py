@@ -139,4 +139,5 @@ def _ordered_switches(case: Any) -> Iterator[Case]:
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
             for value in (False, True):
                 switched: dict[str, Any] = {field.name: value}
-                yield case(f"{field.name} {value}", techniques=Techniques(**switched))
+                words = {"fidelity": 3} if field.name == "step_caching" else {}
+                yield case(f"{field.name} {value}", techniques=Techniques(**switched), **words)

@@ -113,7 +113,11 @@ def _techniques(case: Any) -> Iterator[Case]:
         if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
             for value in (False, True):
                 switched: dict[str, Any] = {field.name: value}
-                yield case(f"{field.name} {value}", techniques=Techniques(**switched))
+                words = {"fidelity": 3} if field.name == "step_caching" else {}
+                yield case(f"{field.name} {value}", techniques=Techniques(**switched), **words)
+    on, refused = Techniques(step_caching=True), "spec.techniques.step_caching"
+    for fidelity in (0, 1, 2):
+        yield case(f"step_caching and fidelity {fidelity}", INVALID, refused, techniques=on, fidelity=fidelity)
 
 
 def _pins(case: Any) -> Iterator[Case]:

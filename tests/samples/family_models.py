@@ -113,6 +113,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "edit": frozenset(FAMILIES),
     "edit with masked blocks": _NOT_INPAINTING & _UNET_KINDS,
     "mixed batch": frozenset(FAMILIES),
+    "mixed sizes": frozenset(_TRANSFORMERS),
     "LoRA": frozenset(FAMILIES) - frozenset(_FLUX),
     "two ControlNets on servers": frozenset(FAMILIES) - frozenset(_FLUX),
     "resume on another worker": frozenset(FAMILIES),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-from diffusers.models.attention import BasicTransformerBlock
+from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
@@ -16,7 +16,7 @@ from transformers.models.t5.modeling_t5 import T5Block
 
 _COVERED_BEAT_S = 1.0
 # Large enough to be few (about a hundred in SDXL's UNet), small enough to end within seconds on a slow machine.
-_BLOCKS = (Attention, BasicTransformerBlock, CLIPEncoderLayer, ResnetBlock2D, T5Block)
+_BLOCKS = (Attention, BasicTransformerBlock, CLIPEncoderLayer, FeedForward, ResnetBlock2D, T5Block)
 
 
 class Heartbeat:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from bottega.fair_order import Share
 from bottega.model.rows import GroupKey
-from bottega.planning import Shape
+from bottega.planning import Shape, relative_area
 
 
 class BatchCandidate(Protocol):
@@ -23,6 +23,10 @@ class BatchCandidate(Protocol):
     @property
     def computed_share(self) -> float:
         """Fraction of its rows' tokens that the next forward pass computes; the rest is reused."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether it may share a forward pass with requests of other sizes, if the network can do that."""
 
     @property
     def evaluations(self) -> int: ...
@@ -58,6 +62,8 @@ class BatchSlot(Generic[Request]):
     admitted: bool = False
     exclusive: bool = False
     """Whether it always runs alone."""
+    largest: Shape | None = None
+    """The largest shape of its group if that may have several; None if all members must have this request's size."""
 
     @property
     def shape(self) -> Shape:
@@ -68,11 +74,33 @@ class BatchSlot(Generic[Request]):
     @property
     def group(self) -> object:
         """Requests with the same value may share a batch."""
-        return self if self.exclusive else self.request.key
+        if self.exclusive:
+            return self
+        return self.request.key if self.largest is None else self.request.key.without_size
 
     @property
     def rows(self) -> int:
         return self.request.row_count
+
+    @property
+    def relative_area(self) -> float:
+        """The area of its shape as a multiple of the group's largest one."""
+        return 1.0 if self.largest is None else relative_area(self.shape, self.largest)
+
+
+def allow_sizes(slots: Iterable[BatchSlot[Request]], largest: Shape | None) -> None:
+    """Let requests share groups of several sizes, see `BatchSlot.largest`; None groups them by size."""
+    for slot in slots:
+        slot.largest = largest
+
+
+def of_several_sizes(slots: Iterable[BatchSlot[Request]]) -> dict[Hashable, list[BatchSlot[Request]]]:
+    """Return the requests that differ only in size and may share forward passes, by what they have in common."""
+    found: dict[Hashable, list[BatchSlot[Request]]] = {}
+    for slot in slots:
+        if slot.request.packs and not slot.exclusive:
+            found.setdefault(slot.request.key.without_size, []).append(slot)
+    return {key: alike for key, alike in found.items() if len({slot.request.key for slot in alike}) > 1}
 
 
 def by_group(slots: Iterable[BatchSlot[Request]]) -> dict[object, list[BatchSlot[Request]]]:

@@ -5,6 +5,8 @@ can share a batch if they have the same group key; that of the tenant's oldest r
 as the measured step times make worth it. A request is passed over in a bounded number of its tenant's turns. If step
 times are outdated, one batch is made larger to measure them again.
 
+If the network can compute several sizes at once, requests that differ only in size share a group where that saves time.
+
 The tenants of a batch are charged when its turn begins, by the measured step times. The charge is corrected when the
 time of the turn is known (`settle`).
 
@@ -19,14 +21,16 @@ next to nothing, as for large pictures on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from functools import partial
 from typing import Generic
 
-from bottega.engine.batch import BatchSlot, BatchTurn, Request, by_group, fill, places
+from bottega.engine.batch import BatchSlot, BatchTurn, Request, allow_sizes, by_group, fill, of_several_sizes, places
 from bottega.fair_order import FairOrder, Share, TurnLengths
 from bottega.planning import (
     MAX_BACKLOG,
+    PackedTimes,
     RemainingWork,
     RowFractions,
     Shape,
@@ -43,6 +47,8 @@ _REPLAN_TURNS = 16
 _CREDIT_ROWS = 400.0
 # Number of turns after its arrival in which a tenant that is behind shares no batch with others.
 _OWN_TURNS = 256
+# Sharing turns with other sizes must save this share of the time; less is within the noise of measured times.
+_LEAST_GAIN = 0.05
 # Seconds of a row while nothing has been measured: any number, the same for all.
 _UNMEASURED_ROW_S = 1.0
 _DEFAULT_SHARE = Share()
@@ -56,15 +62,23 @@ class Batcher(Generic[Request]):
     Args:
         times: Step times of plain rows.
         fractions: Cost of partly computed rows. Limits on rows count them in full.
+        packed: Times of batches with several sizes; None if every batch must have one size.
         max_rows: Upper bound on rows in one batch. A request with more rows runs alone.
         max_wait_turns: Number of its tenant's turns in which an admitted request may be passed over.
     """
 
     def __init__(
-        self, times: StepTimes, fractions: RowFractions | None = None, *, max_rows: int, max_wait_turns: int
+        self,
+        times: StepTimes,
+        fractions: RowFractions | None = None,
+        packed: PackedTimes | None = None,
+        *,
+        max_rows: int,
+        max_wait_turns: int,
     ) -> None:
         self._times = times
         self._fractions = fractions or RowFractions()
+        self._packed = packed
         self.max_rows = max_rows
         self._max_wait_turns = max_wait_turns
         self._order = FairOrder()
@@ -173,7 +187,11 @@ class Batcher(Generic[Request]):
     def _plan(self) -> None:
         """Choose the batch sizes, and admit as many requests as the limit on waiting allows."""
         self._planned_at = self._turn
+        packed = {slot.request.key.without_size for slot in self._slots.values() if slot.largest is not None}
+        allow_sizes(self._slots.values(), None)
         self._widths = {group: self._width(slots) for group, slots in by_group(self._slots.values()).items()}
+        if self._packed is not None:
+            self._pack(packed)
         longest_s = max(map(self._turn_s, self._slots.values()), default=0.0)
         self._order.credit = _CREDIT_ROWS * self._least_row_s() + longest_s
         for slots in self._by_tenant().values():
@@ -181,6 +199,34 @@ class Batcher(Generic[Request]):
         self._admitted = [slot for slot in self._slots.values() if slot.admitted]
         trials = {group: self._trial(slots) for group, slots in by_group(self._admitted).items()}
         self._trials = {group: width for group, width in trials.items() if width > self._widths[group]}
+
+    def _pack(self, before: Set[Hashable]) -> None:
+        """Let requests that differ only in size share a group, as `before` or not, if that pays and none gets late."""
+        for key, slots in of_several_sizes(self._slots.values()).items():
+            by_size_s, largest = self._round_s(slots), max((slot.shape for slot in slots), key=math.prod)
+            allow_sizes(slots, largest)
+            self._widths[slots[0].group] = self._width(slots)
+            pays = self._round_s(slots) <= (1.0 - _LEAST_GAIN) * by_size_s
+            if pays and (key in before or self._in_time()):
+                continue
+            allow_sizes(slots, None)
+            if key in before and not self._in_time():
+                allow_sizes(slots, largest)
+
+    def _in_time(self) -> bool:
+        """Return whether all admitted requests can run within the limit on waiting."""
+        for tenant, slots in self._by_tenant().items():
+            urgent = sorted((slot for slot in slots if slot.admitted), key=lambda slot: slot.turn)
+            if urgent and (not self._fits(urgent) or self._lack(urgent, self._turns_of[tenant] + 1) > 0):
+                return False
+        return True
+
+    def _round_s(self, slots: Sequence[BatchSlot[Request]]) -> float:
+        """Return the seconds in which each of these requests makes one step."""
+        turns: dict[int, list[BatchSlot[Request]]] = {}
+        for slot, turn in zip(slots, places(slots, self._widths, self.max_rows), strict=True):
+            turns.setdefault(turn, []).append(slot)
+        return sum(map(self._seconds_of, turns.values()))
 
     def _by_tenant(self) -> dict[str, list[BatchSlot[Request]]]:
         """Return the requests of each tenant: the admitted ones, then the others, oldest first."""
@@ -232,7 +278,7 @@ class Batcher(Generic[Request]):
 
     def _turn_s(self, slot: BatchSlot[Request]) -> float:
         """Return the expected seconds of a forward pass with this request, at the chosen batch size."""
-        return self._seconds(slot.shape, self._work(slot).rows * self._widths[slot.group])
+        return self._group_seconds(slot, self._work(slot).rows * self._widths[slot.group])
 
     def _shortened(self, members: list[BatchSlot[Request]]) -> list[BatchSlot[Request]]:
         """Return the first requests of a batch, at least one, as many as do not delay another tenant for long."""
@@ -246,7 +292,7 @@ class Batcher(Generic[Request]):
 
     def _splits(self, members: Sequence[BatchSlot[Request]]) -> bool:
         """Return whether to predict the rows of a turn's only request in two turns, as not to delay another tenant."""
-        slot, shape, rows = members[0], members[0].shape, self._work(members[0]).rows
+        slot, shape, rows = members[0], members[0].shape, self._rows(members[0])
         first = rows / slot.rows
         parts_s = self._seconds(shape, first) + self._seconds(shape, rows - first)
         return len(members) == 1 and self._lengths.delays_another(
@@ -254,12 +300,21 @@ class Batcher(Generic[Request]):
         )
 
     def _seconds_of(self, members: Sequence[BatchSlot[Request]]) -> float:
-        return self._seconds(members[0].shape, sum(self._work(slot).rows for slot in members))
+        shape = members[0].shape
+        if all(slot.shape == shape for slot in members):
+            return self._seconds(shape, sum(map(self._rows, members)))
+        return self._group_seconds(members[0], sum(self._work(slot).rows for slot in members))
+
+    def _group_seconds(self, slot: BatchSlot[Request], rows: float) -> float:
+        """Return the seconds of a forward pass of a request's group, with `rows` rows as `_work` counts them."""
+        if self._packed is None or slot.largest is None:
+            return self._seconds(slot.shape, rows)
+        return self._packed.ratio * self._seconds(slot.largest, rows)
 
     def _charged(self, members: Sequence[BatchSlot[Request]]) -> BatchTurn[Request]:
         """Charge a beginning forward pass to the tenants of its requests, in proportion to their rows."""
         rows = [self._work(slot).rows for slot in members]
-        row_s = self._seconds(members[0].shape, sum(rows)) / sum(rows)
+        row_s = self._seconds_of(members) / sum(rows)
         for slot, count in zip(members, rows, strict=True):
             self.charge(slot.share, count * row_s)
         tenant, turn_s = members[0].share.tenant, sum(rows) * row_s
@@ -274,9 +329,9 @@ class Batcher(Generic[Request]):
     def _trial(self, slots: Sequence[BatchSlot[Request]]) -> int:
         """Return the size of a larger batch that would measure an outdated step time; 0 for none.
 
-        Only batches of plain rows measure step times.
+        Only batches of plain rows of one size measure step times.
         """
-        if any(slot.request.computed_share < 1.0 for slot in slots):
+        if slots[0].largest is not None or any(slot.request.computed_share < 1.0 for slot in slots):
             return 0
         width = self._widths[slots[0].group]
         for wider in range(min(most_on_trial(width), len(slots)), width, -1):
@@ -290,13 +345,17 @@ class Batcher(Generic[Request]):
             return 1
         works = [self._work(slot) for slot in slots]
         typical = RemainingWork(rows=works[-1].rows, steps=slots[-1].request.evaluations)
-        seconds = partial(self._seconds, slots[0].shape)
+        seconds = partial(self._group_seconds, slots[0])
         width = best_width([*works, *[typical] * self._backlog], seconds, max_rows=self.max_rows)
         return max(1, min(width, len(works)))
 
     def _work(self, slot: BatchSlot[Request]) -> RemainingWork:
-        cost = self._fractions.fraction(slot.shape, slot.request.computed_share)
-        return RemainingWork(rows=slot.rows * cost, steps=slot.request.evaluations_left)
+        """Return the work that a request still needs, in rows of the largest shape of its group."""
+        return RemainingWork(rows=self._rows(slot) * slot.relative_area, steps=slot.request.evaluations_left)
+
+    def _rows(self, slot: BatchSlot[Request]) -> float:
+        """Return the cost of a request in each forward pass, in plain rows of its shape."""
+        return slot.rows * self._fractions.fraction(slot.shape, slot.request.computed_share)
 
     def _fits(self, slots: Sequence[BatchSlot[Request]]) -> bool:
         """Return whether these requests of a tenant meet the limit on waiting, and enlarge batches as needed."""

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from bottega.device.device import Device, HostCopy
 from bottega.engine.events import Decisions
-from bottega.engine.request import RequestState
+from bottega.engine.latent_step import RequestState
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.samplers import SamplerState
 
-VERSION = 8
+VERSION = 9
 
 # Additional tensors of an edit; see `RequestState`.
 _OF_EDITS = ("image_latent", "noise", "image")
 # Those of models that do not read the mask: their edits put the image back after every step.
 _PUT_BACK = ("image_latent", "noise")
-_SAMPLER = "sampler."
+_SAMPLER, _STEP_CACHE = "sampler.", "step_cache."
 
 _HEADER = "bottega"
 _DIGEST = "digest"
@@ -124,17 +124,19 @@ def _tensors(state: RequestState) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
     for name, tensor in state.sampler.tensors.items():
         yield f"{_SAMPLER}{name}", tensor
+    for name, tensor in state.step_caches.items():
+        yield f"{_STEP_CACHE}{name}", tensor
 
 
 def _arrived(state: RequestState, copies: Mapping[str, HostCopy]) -> RequestState:
     """Return the state with the copies on the host in place of its tensors."""
     tensors = {name: copy.take() for name, copy in copies.items()}
-    kept = {name.removeprefix(_SAMPLER): tensors.pop(name) for name in list(tensors) if name.startswith(_SAMPLER)}
     return RequestState(
         evaluation=state.evaluation,
         latent=tensors["latent"],
         generator=tensors["generator"],
-        sampler=SamplerState(tensors=kept, numbers=state.sampler.numbers),
+        sampler=SamplerState(tensors=_under(_SAMPLER, tensors), numbers=state.sampler.numbers),
+        step_caches=_under(_STEP_CACHE, tensors),
         **{name: tensors.get(name) for name in _OF_EDITS},
     )
 
@@ -166,15 +168,19 @@ def _header(data: bytes) -> dict[str, Any]:
     return header
 
 
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names begin so, by the rest of their names."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
 def _state(index: int, image: dict[str, Any], tensors: dict[str, Tensor]) -> RequestState:
-    prefix = f"{index}.{_SAMPLER}"
-    kept = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     numbers = {str(name): int(value) for name, value in image["sampler"].items()}
     return RequestState(
         evaluation=int(image["evaluation"]),
         latent=tensors[f"{index}.latent"],
         generator=tensors[f"{index}.generator"],
-        sampler=SamplerState(tensors=kept, numbers=numbers),
+        sampler=SamplerState(tensors=_under(f"{index}.{_SAMPLER}", tensors), numbers=numbers),
+        step_caches=_under(f"{index}.{_STEP_CACHE}", tensors),
         **{name: tensors.get(f"{index}.{name}") for name in _OF_EDITS},
     )
 
@@ -190,6 +196,8 @@ def _check(state: RequestState, model: Model, spec: ResolvedSpec) -> None:
             raise CheckpointMismatch("its tensors of an edit are missing or unexpected")
         if tensor is not None and (tuple(tensor.shape) != shapes[name] or not torch.isfinite(tensor).all()):
             raise CheckpointMismatch("its image latent or its noise has another shape or data type")
+    if any(tensor.dim() != 2 or not torch.isfinite(tensor).all() for tensor in state.step_caches.values()):
+        raise CheckpointMismatch("its residuals of steps have another shape, or are not finite")
     pace = model.samplers.pace(spec.sampler)
     first, last = pace.per_step * spec.begin_step, pace.evaluations(spec.num_inference_steps)
     if not first <= state.evaluation <= last:

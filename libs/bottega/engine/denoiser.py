@@ -26,8 +26,9 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.request import Request
 from bottega.engine.times import ForwardTimes, JoinedTimes
 from bottega.model.model import Model
+from bottega.model.packed import packed_backbone
 from bottega.model.rows import Row
-from bottega.planning import RowFractions, Shape, StepTimes
+from bottega.planning import PackedTimes, RowFractions, Shape, StepTimes
 
 # Number of kinds of forward passes that are remembered as compiled. Any further kind counts as new each time.
 _MAX_KINDS = 4096
@@ -67,6 +68,8 @@ class Denoiser:
         """Measured times of forward passes of plain rows."""
         self.row_fractions = RowFractions()
         """Measured costs of partly computed rows, as fractions of the cost of plain rows."""
+        self.packed_times = None if network.packed is None else PackedTimes(self.step_times)
+        """Measured times of forward passes of plain rows with several sizes; None if the network cannot run them."""
         self._network = network
         self._fixed_rows = network.fixed_rows
         self._addons = addons
@@ -78,7 +81,7 @@ class Denoiser:
         self._unread: deque[tuple[Sequence[Row], ForwardTimes]] = deque()
 
     def predict(self, rows: Sequence[Row]) -> Prediction:
-        """Predict the noise of rows that share a GroupKey, and use the times of finished forward passes.
+        """Predict the noise of rows that may share a forward pass, and use the times of finished ones.
 
         Raises:
             Unavailable: Residuals did not come within RESIDUAL_TIMEOUT_S.
@@ -86,7 +89,8 @@ class Denoiser:
         """
         self._learn(_AHEAD)
         prediction = self._predict_in_parts(rows)
-        self._unread.append((rows if len(prediction.noise) == len(rows) else (), prediction.times))
+        whole = len(prediction.noise) == len(rows) and not prediction.reused
+        self._unread.append((rows if whole else (), prediction.times))
         self._learn(len(self._unread))
         return prediction
 
@@ -176,7 +180,7 @@ class Denoiser:
         """Record the times of finished forward passes, and wait for more while over `ahead` are not finished."""
         while self._unread and (len(self._unread) > ahead or self._unread[0][1].ready):
             rows, times = self._unread.popleft()
-            if not rows:  # Some rows were late and ran only half of it.
+            if not rows:  # Some rows ran only a part of it.
                 times.wait()
             elif any(row.activations is not None for row in rows):
                 self._learn_masked(rows, times.seconds)
@@ -184,6 +188,13 @@ class Denoiser:
                 self._learn_plain(rows, times.seconds)
 
     def _learn_plain(self, rows: Sequence[Row], seconds: float) -> None:
+        counts = Counter(_shape([row]) for row in rows)
+        if self.packed_times is not None and len(counts) > 1:
+            plain_s = self.packed_times.seconds(counts)
+            plain = [addon.after_forward(rows, seconds, plain_s, masked=False) for addon in self._addons]
+            if all(plain):
+                self.packed_times.observe(counts, seconds)
+            return
         shape = _shape(rows)
         plain_s = self.step_times.seconds(shape, len(rows))
         plain = [addon.after_forward(rows, seconds, plain_s, masked=False) for addon in self._addons]
@@ -221,6 +232,7 @@ def open_denoiser(
     """
     network = Network(
         backbone=model.backbone,
+        packed=None if limits.fixed_rows else packed_backbone(model.backbone),
         row_weights=next((addon.row_weights for addon in addons if addon.row_weights is not None), None),
         residuals=next((addon.residuals for addon in addons if addon.residuals is not None), None),
         strategies=[addon.strategy for addon in addons if addon.strategy is not None],
@@ -239,7 +251,9 @@ def open_denoiser(
 
 
 def _shape(rows: Sequence[Row]) -> Shape:
-    _, height, width = rows[0].sample.shape
+    """Return the largest shape of the rows' latents, [height, width]."""
+    largest = max(rows, key=lambda row: row.sample.numel())
+    _, height, width = largest.sample.shape
     return height, width
 
 
@@ -252,7 +266,7 @@ def _kind(rows: Sequence[Row]) -> tuple[object, ...]:
     """Return a key that is equal for forward passes that share compiled code."""
     masked = any(row.activations is not None for row in rows)
     controlled = any(row.controls for row in rows)
-    return rows[0].sample.shape, len(rows), rows[0].embeds.prompt.shape, masked, controlled
+    return tuple(row.size for row in rows), masked, controlled
 
 
 def _joined(rows: Sequence[Row], parts: Sequence[Prediction]) -> Prediction:
@@ -269,5 +283,7 @@ def _joined(rows: Sequence[Row], parts: Sequence[Prediction]) -> Prediction:
         noise={row: noise[row] for row in rows if row.owner not in missing},
         times=JoinedTimes(parts=[part.times for part in parts]),
         shared=frozenset(owner for owner, count in places.items() if count > 1).union(*(part.shared for part in parts)),
+        reused=frozenset().union(*(part.reused for part in parts)),
+        blocks=parts[0].blocks,
         load_waits_s={row: seconds for part in parts for row, seconds in part.load_waits_s.items()},
     )

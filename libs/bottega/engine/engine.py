@@ -85,6 +85,7 @@ class Engine:
         self._batcher: Batcher[Request] = Batcher(
             self.step_times,
             self.row_fractions,
+            self._denoiser.packed_times if peer is None else None,
             max_rows=limits.fixed_rows or limits.max_rows,
             max_wait_turns=limits.max_wait_turns,
         )

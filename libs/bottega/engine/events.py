@@ -100,7 +100,7 @@ class EngineRecord:
     seconds: dict[str, float]
     """Seconds by stage (encode, denoise, batch, decode, those of add-ons); shared batches count in full."""
     exact: bool = True
-    """Whether no add-on approximated anything."""
+    """Whether neither the engine nor an add-on approximated anything."""
     decoded_as_stock: bool = True
     """Whether the VAE decoded as stock Diffusers does: in one piece and in the same element type."""
     shared_in_half_precision: bool = False

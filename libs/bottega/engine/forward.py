@@ -2,14 +2,16 @@
 
 Rows whose residuals are late at the first block that needs them leave the forward pass, and the others go on.
 A `ResidualProvider` asks for the residuals and receives them.
+
+Rows that reuse blocks of an earlier step (`StepCache`) leave after the first block, with their predictions.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -21,7 +23,8 @@ from bottega.engine.times import ForwardClock, ForwardTimes
 from bottega.errors import Unavailable
 from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
 from bottega.model.operations import Operations
-from bottega.model.rows import Embeds, LoraSet, Row
+from bottega.model.packed import PackedSd3Backbone
+from bottega.model.rows import Embeds, LoraSet, Row, arranged
 
 
 class ResidualProvider(Protocol):
@@ -108,6 +111,10 @@ class Prediction:
 
     They ran with rows of others, with padding, or without some of their own rows, so that sums may round differently.
     """
+    reused: frozenset[Row] = frozenset()
+    """Rows that reused all blocks but the first from an earlier step."""
+    blocks: int = 0
+    """Number of blocks of the network."""
     load_waits_s: Mapping[Row, float] = field(default_factory=dict)
     """Seconds for which the thread waited for recorded activations of a row. `seconds` does not include them."""
 
@@ -157,6 +164,8 @@ class Network:
     """The backbone, LoRA weights, residuals and device that forward passes use."""
 
     backbone: Backbone
+    packed: PackedSd3Backbone | None = None
+    """Runs batches of rows with several sizes; None if the network cannot."""
     row_weights: RowWeights | None = None
     """None if no row has LoRAs."""
     residuals: ResidualProvider | None = None
@@ -176,19 +185,31 @@ class Network:
             raise Unavailable("this worker has no ControlNets")
         return self.residuals
 
-    def backbone_for(self, rows: Sequence[Row]) -> Backbone:
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone | PackedSd3Backbone:
         """Return the backbone that runs a batch."""
+        if self.packed is not None and len({row.size for row in rows}) > 1:
+            return self.packed
         for strategy in () if self.fixed_rows else self.strategies:
             if (backbone := strategy.backbone_for(rows)) is not None:
                 return backbone
+        if self.reuses_steps(rows):
+            return self.backbone  # Others may run all of their blocks at once.
         return self.operations.backbone or self.backbone
+
+    def reuses_steps(self, rows: Sequence[Row]) -> bool:
+        """Return whether rows of a batch may reuse blocks of earlier steps."""
+        cached = any(row.step_cache is not None for row in rows)
+        return cached and not self.fixed_rows and all(row.activations is None for row in rows)
 
     def device_of(self, rows: Sequence[Row]) -> Device:
         return self.device or open_device(rows[0].sample.device)
 
 
 class Forward:
-    """A forward pass of rows that share a GroupKey. Rows with the same LoRAs are placed side by side."""
+    """A forward pass of rows that may share one.
+
+    Rows with the same LoRAs are placed side by side, and among them those of one size.
+    """
 
     def __init__(self, network: Network, rows: Sequence[Row]) -> None:
         blank = replace(rows[-1], owner=None, controls=(), loras=None, activations=None)
@@ -196,13 +217,18 @@ class Forward:
         self._rows = rows
         self._device = network.device_of(rows)
         padding = 0 if rows[0].alone else network.fixed_rows - len(rows)
-        self._group = [*_by_lora_set(rows), *[blank] * padding]
+        self._group = [*arranged(rows), *[blank] * padding]
         self._backbone = network.backbone_for(self._group)
         self._late: set[Hashable] = set()
         """Owners of rows whose residuals were late."""
         owners = {row.owner for row in self._group}
         self._shared = owners - {None} if len(owners) > 1 else set()
         """See `Prediction.shared`."""
+        self._reuses_steps = network.reuses_steps(rows)
+        self._first_steps: dict[Row, tuple[Tensor, Tensor]] = {}
+        """The residual and the output of the first block, of rows that run in full and may be reused later."""
+        self._reused: dict[Row, Tensor] = {}
+        """Predictions of rows that have left after the first block."""
         self._clock = ForwardClock(self._device)
         blocks = self._backbone.blocks
         self._patience_s = FIRST_RESIDUAL_S if len(blocks) > 1 and blocks[1].needs else 0.0
@@ -211,43 +237,90 @@ class Forward:
     def run(self) -> Prediction:
         """Run the forward pass. Raise Unavailable if residuals do not come within RESIDUAL_TIMEOUT_S."""
         network, group = self._network, self._group
-        inputs = stack(group, self._device)
+        parts = [stack(list(part), self._device) for _, part in groupby(group, key=lambda row: row.size)]
         controlled = [row for row in group if row.controls]
         if controlled:
             with self._clock.waiting():  # ControlNets in this process run now.
                 network.residual_provider.ask(controlled)
         self._enter()
         try:
-            predicted = self._run_blocks(self._backbone.begin(inputs))
+            if isinstance(self._backbone, PackedSd3Backbone):
+                activations: Activations = self._backbone.begin(parts)
+            else:
+                (inputs,) = parts
+                activations = self._backbone.begin(inputs)
+            predicted = self._run_blocks(activations)
         finally:
             if network.row_weights is not None:
                 network.row_weights.leave()
-        noise = {row: made for row, made in zip(self._group, predicted, strict=True) if row.owner not in self._late}
+        made = {**dict(zip(self._group, predicted, strict=True)), **self._reused}
+        noise = {row: predicted for row, predicted in made.items() if row.owner not in self._late}
         load_waits_s = _load_waits(self._rows)
         return Prediction(
             noise={row: noise[row] for row in self._rows if row in noise},
             times=self._clock.times(sum(load_waits_s.values())),
             shared=frozenset(self._shared),
+            reused=frozenset(self._reused),
+            blocks=len(self._backbone.blocks),
             load_waits_s=load_waits_s,
         )
 
-    def _run_blocks(self, activations: Activations) -> Tensor:
-        """Return the prediction [rows, channels, height, width] for the rows that have not left."""
+    def _run_blocks(self, activations: Activations) -> Sequence[Tensor]:
+        """Return the prediction [channels, height, width] for each row that has not left."""
         controlled, first = any(row.controls for row in self._group), True
         self._clock.blocks_begin()
-        for block in self._backbone.blocks:
+        for index, block in enumerate(self._backbone.blocks):
             if block.needs and controlled:
                 self._clock.residuals_needed()
                 self._late |= self._wait_for_residuals(block.needs)
                 self._patience_s, first = STRAGGLER_S if first else self._patience_s, False
                 if all(row.owner in self._late for row in self._group if row.owner is not None):
-                    return activations.hidden  # No row is left to go on for.
+                    return [activations.hidden] * len(self._group)  # No row is left to go on for.
                 if self._late and not self._network.fixed_rows:
-                    self._drop_late_rows(activations)
-                    self._enter()
+                    here = [place for place, row in enumerate(self._group) if row.owner not in self._late]
+                    self._select(here, activations)
                 self._add_residuals(block.needs, activations)
+            before = activations.hidden
             block.run(activations)
-        return self._backbone.finish(activations)
+            if index == 0 and self._reuses_steps:
+                self._reuse_steps(before, activations)
+                if not self._group:
+                    return []
+        self._keep_steps(activations)
+        return list(self._backbone.finish(activations))
+
+    def _reuse_steps(self, before: Tensor, activations: Activations) -> None:
+        """Let the rows leave whose first block has changed little since a step that ran in full.
+
+        Args:
+            before: The input of the first block, which has just run.
+        """
+        group, rests = self._group, dict[int, Tensor]()
+        for index, row in enumerate(group):
+            if row.step_cache is None:
+                continue
+            after = activations.row_of(activations.hidden, index)
+            first = after - activations.row_of(before, index)
+            rest = row.step_cache.reused(first)
+            if rest is None:
+                self._first_steps[row] = first, after
+            else:
+                rests[index] = rest
+        if not rests:
+            return
+        early = replace(activations, points={})
+        self._select(list(rests), early)
+        early.hidden = early.hidden + torch.cat(list(rests.values())).view_as(early.hidden)
+        self._reused = dict(zip(self._group, self._backbone.finish(early), strict=True))
+        self._group = group
+        self._select([index for index in range(len(group)) if index not in rests], activations)
+
+    def _keep_steps(self, activations: Activations) -> None:
+        """Let later steps reuse what the rows have computed."""
+        for index, row in enumerate(self._group):
+            if row.step_cache is not None and row in self._first_steps:
+                first, after = self._first_steps[row]
+                row.step_cache.keep(first, activations.row_of(activations.hidden, index) - after)
 
     def _wait_for_residuals(self, points: tuple[int, ...]) -> set[Hashable]:
         """Return the owners with a row that is late, or whose sender of residuals has failed.
@@ -274,10 +347,12 @@ class Forward:
             if holds_up:
                 self._patience_s -= time.monotonic() - waits_s
 
-    def _drop_late_rows(self, activations: Activations) -> None:
-        kept = [index for index, row in enumerate(self._group) if row.owner not in self._late]
-        activations.select(kept, self._device.to_device(torch.tensor(kept)))
+    def _select(self, kept: Sequence[int], activations: Activations) -> None:
+        """Go on with some of the rows alone."""
         self._group = [self._group[index] for index in kept]
+        if kept:
+            activations.select(kept, self._device.to_device(torch.tensor(kept)))
+            self._enter()
 
     def _enter(self) -> None:
         """Apply the rows' LoRAs to the next layers of the backbone."""
@@ -294,17 +369,9 @@ class Forward:
                 addends = provider.take(row, point)
                 total = addends[0] if len(addends) == 1 else sum(addends[1:], start=addends[0])
                 # In place: all earlier blocks have read this tensor, and only the next one reads it again.
-                activations.points[point][index] += total
+                activations.row_of(activations.points[point], index).add_(total)
             if provider.is_shared(row):
                 self._shared.add(row.owner)
-
-
-def _by_lora_set(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows sorted so that those of one LoRA set are side by side: largest sets first, no LoRAs last."""
-    counts = Counter(row.loras.key for row in rows if row.loras is not None)
-    if not counts:
-        return list(rows)
-    return sorted(rows, key=lambda row: (-counts[row.loras.key], row.loras.key) if row.loras is not None else (1, ()))
 
 
 def _load_waits(rows: Sequence[Row]) -> dict[Row, float]:

@@ -255,6 +255,7 @@ class EngineJob:
             steps: Description of the steps that the job made, for the trace.
         """
         turn_s = turn.seconds
+        self._note_blocks(prediction)
         facts = {"requests in the batch": str(len({row.owner for row in prediction.noise}))}
         self.spans.add_of_device(steps, DENOISE, turn, facts)
         for wait in prediction.times.waits if self.addons else ():
@@ -263,6 +264,13 @@ class EngineJob:
         waited_s = sum(part.after_forward(prediction) for part in self.addons.values())
         self.seconds["denoise"] += denoise_s
         self.seconds["batch"] += turn_s - denoise_s - waited_s
+
+    def _note_blocks(self, prediction: Prediction) -> None:
+        """Count the blocks that its rows computed and reused, if they may reuse any."""
+        if self.order.spec.step_caching and self.order.spec.edit is None:
+            rows = [row for row in prediction.noise if row.owner in self.requests]
+            self.provenance.blocks_total += len(rows) * prediction.blocks
+            self.provenance.blocks_reused += len(prediction.reused.intersection(rows)) * (prediction.blocks - 1)
 
     def note_seconds(self, took: TurnSeconds) -> None:
         """Add the seconds of one of its requests in a turn."""
@@ -316,6 +324,8 @@ class EngineJob:
             provenance=facts,
             seconds=self.seconds,
             decoded_as_stock=self.decoded_as_stock,
+            # What an earlier attempt reused is not known.
+            exact=not (self.order.spec.step_caching and (facts.blocks_reused or self.steps_resumed)),
             shared_in_half_precision=self.shared_in_half_precision,
         )
         for part in self.addons.values():

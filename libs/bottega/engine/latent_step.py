@@ -8,7 +8,7 @@ does not know the other requests of the batch or what blocks compute.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from diffusers.pipelines.stable_diffusion_xl.pipeline_stable_diffusion_xl import rescale_noise_cfg
@@ -18,7 +18,7 @@ from torch.nn import functional
 from bottega.model.model import Model
 from bottega.model.operations import Operations
 from bottega.model.rows import Half
-from bottega.model.samplers import Sampler
+from bottega.model.samplers import Sampler, SamplerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,3 +124,22 @@ def latent_mask(model: Model, mask: Tensor) -> Tensor:
     size = mask.shape[0] // scale, mask.shape[1] // scale
     # Nearest, as in prepare_mask_latents: the first pixel of each latent element decides.
     return model.runtime.to_device(functional.interpolate(mask[None, None].float(), size=size), model.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RequestState:
+    """The state of a request that another engine needs to continue it, besides its spec, mask and decisions."""
+
+    evaluation: int
+    """The next evaluation of the network."""
+    latent: Tensor
+    generator: Tensor
+    sampler: SamplerState
+    image_latent: Tensor | None = None
+    """See `Edit.image_latent`; None if the request is no edit."""
+    noise: Tensor | None = None
+    """Standard normal noise, in the shape of `image_latent`."""
+    image: Tensor | None = None
+    """The masked image of `Row.image`, without the mask, which the request has."""
+    step_caches: Mapping[str, Tensor] = field(default_factory=dict)
+    """See `StepCaches.state`."""

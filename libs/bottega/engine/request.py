@@ -14,29 +14,13 @@ import torch
 from torch import Tensor
 
 from bottega.engine.encode import Conditions, LatentDistribution, Sources, cfg_scale, to_latent
-from bottega.engine.latent_step import Edit, Guidance, guided_step
+from bottega.engine.latent_step import Edit, Guidance, RequestState, guided_step
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey
-from bottega.model.samplers import Sampler, SamplerState
+from bottega.model.samplers import Sampler
+from bottega.model.step_cache import StepCaches
 from bottega.planning import control_steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RequestState:
-    """The state of a request that another engine needs to continue it, besides its spec, mask and decisions."""
-
-    evaluation: int
-    """The next evaluation of the network."""
-    latent: Tensor
-    generator: Tensor
-    sampler: SamplerState
-    image_latent: Tensor | None = None
-    """See `Edit.image_latent`; None if the request is no edit."""
-    noise: Tensor | None = None
-    """Standard normal noise, in the shape of `image_latent`."""
-    image: Tensor | None = None
-    """The masked image of `Row.image`, without the mask, which the request has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +89,10 @@ class Request:
         """Reads or writes recorded activations of the image; None if it has none."""
         self.edit: Edit | None = None
         sources = sources or Sources()
-        encoded = (sources.image, sources.masked_image)
-        self.sources_finite = [source.finite for source in encoded if source is not None]
+        self.sources_finite = [source.finite for source in (sources.image, sources.masked_image) if source is not None]
         """Whether each encoded source has neither NaN nor infinity."""
         self._image: Tensor | None = None
+        self._step_caches = StepCaches(enabled=spec.step_caching and spec.edit is None and model.unet is None)
         self._model = model
         self._conditions = conditions
         self._sampler = self._new_sampler(self.begin)
@@ -123,13 +107,14 @@ class Request:
             self.latent = model.runtime.to_device(resume.latent, model.dtype)
             self.edit = self._resumed_edit(resume, sources.mask)
             self._generator.set_state(resume.generator)
+            self._step_caches.restore(resume.step_caches, lambda each: model.runtime.to_device(each, model.dtype))
             self._sampler.restore(resume.sampler, resume.evaluation, model.device)
         self.resumed_from = self.step
         """The step of its checkpoint; `begin` without one."""
         self.estimate = self.latent
         """The last evaluation's estimate of the finished latent. Like `latent`, [1, channels, height, width]."""
         _, channels, height, width = self.latent.shape
-        tokens = conditions.conditional.prompt.shape[0]
+        tokens = len(conditions.conditional.prompt)
         self.key = GroupKey(shape=(channels, height, width), tokens=tokens, dtype=model.dtype)
 
     @property
@@ -178,6 +163,11 @@ class Request:
         return len(self.halves)
 
     @property
+    def packs(self) -> bool:
+        """Whether it may share a forward pass with requests of other sizes: recordings are read and made by size."""
+        return self.activations is None
+
+    @property
     def computed_share(self) -> float:
         """Fraction of its rows' tokens that the next evaluation computes."""
         return 1.0 if self.activations is None else self.activations.next_share
@@ -220,10 +210,7 @@ class Request:
         return [self.noise_level_of(place) for place in range(self.first_evaluation, self.last_evaluation)]
 
     def control_window(self, control: ControlSpec) -> tuple[int, int]:
-        """Return the evaluations [first, last) in which a ControlNet is active.
-
-        Its fractions are of the evaluations that run, as in Diffusers.
-        """
+        """Return the evaluations [first, last) in which a ControlNet is active, by shares of those that run."""
         start, end = control.control_guidance_start, control.control_guidance_end
         first, last = control_steps(start, end, self.evaluations)
         return self.first_evaluation + first, self.first_evaluation + last
@@ -256,7 +243,6 @@ class Request:
 
         Args:
             latent: [channels, height, width].
-            steps: Number of steps that the other picture had made.
         """
         first = self.first_step_from(steps)
         self._sampler = self._new_sampler(first, restarts=True)
@@ -267,6 +253,7 @@ class Request:
         started = self._model.runtime.to_device(latent[None], self._model.dtype)
         if first < steps:
             started = self._sampler.renoise(started, self._draw(shape), steps).to(started.dtype)
+        self._step_caches.clear()
         self.latent = self.estimate = started.contiguous()
         self.evaluation = self._sampler.first_evaluation
 
@@ -287,6 +274,7 @@ class Request:
                 controls=tuple(control.handle for control in active if half in control.halves),
                 loras=self.loras_now,
                 activations=self.activations.row(half) if self.activations is not None else None,
+                step_cache=None if active or self.activations is not None else self._step_caches.of(half.name),
                 alone=self.alone,
             )
             for half, embeds in halves.items()
@@ -319,6 +307,7 @@ class Request:
             image_latent=None if self.edit is None else self.edit.image_latent,
             noise=None if self.edit is None else self.edit.noise,
             image=None if self._image is None else self._image[self._model.mask_channels :],
+            step_caches=dict(self._step_caches.state()),
         )
 
     def _new_sampler(self, begin: int, *, restarts: bool = False) -> Sampler:
@@ -395,5 +384,5 @@ class Request:
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Return standard normal noise, in the model's data type if `dtype` is None."""
-        drawn = torch.randn(shape, generator=self._generator, dtype=dtype or self._model.dtype)
-        return self._model.runtime.to_device(drawn)
+        dtype = dtype or self._model.dtype
+        return self._model.runtime.to_device(torch.randn(shape, generator=self._generator, dtype=dtype))

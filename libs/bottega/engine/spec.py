@@ -125,6 +125,8 @@ class ResolvedSpec:
     """The mask of an edit, which also needs image and strength; None if the job is no edit."""
     keep_for_editing: bool = False
     """Whether to store the latents of its steps, and to record activations, for later edits of its pictures."""
+    step_caching: bool = False
+    """Whether steps may reuse blocks of earlier ones (`StepCache`)."""
 
     @property
     def sampling(self) -> SamplerChoice:

@@ -23,6 +23,7 @@ from bottega.engine.job import EngineJob, TurnSeconds
 from bottega.engine.parallel.pair import Offloadable, Pair, PairPrediction
 from bottega.engine.request import Request
 from bottega.model.rows import Half, Row
+from bottega.planning import Shape, relative_area
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,7 @@ class RequestCost(NamedTuple):
     """The work of one request in a forward pass."""
 
     rows: float
-    """Its rows, each counted as a fraction of a plain row."""
+    """Its rows, each counted as a fraction of a plain row of the batch's first request."""
     waits: bool
     """Whether the request has ControlNets in this step, for which the whole batch waits."""
     patched: bool
@@ -177,7 +178,8 @@ class Stepper:
             splits = turn.splits and self._splits and halves == [None] and len(rows_of[0]) > 1 and not group[0].alone
             if splits:
                 rows_of, rest = [rows_of[0][:1]], rows_of[0][1:]
-            costs = [self._cost(request, own) for request, own in zip(group, rows_of, strict=True)]
+            shape = _shape(group[0])
+            costs = [self._cost(request, own, shape) for request, own in zip(group, rows_of, strict=True)]
             prediction = self._predict([row for own in rows_of for row in own], list(jobs))
         except Exception as error:  # noqa: BLE001 - the boundary of a turn: the next one may go well
             return self._forward_failed(group, error)
@@ -234,18 +236,19 @@ class Stepper:
         """Return the seconds by which a forward pass with LoRAs differed from one without; 0 if it had none."""
         if not any(cost.patched for cost in turn.costs):
             return 0.0
-        height, width = turn.turn.requests[0].key.shape[1:]
-        plain_s = self._denoiser.step_times.seconds((height, width), sum(cost.rows for cost in turn.costs))
+        shape = _shape(turn.turn.requests[0])
+        plain_s = self._denoiser.step_times.seconds(shape, sum(cost.rows for cost in turn.costs))
         return 0.0 if plain_s is None else turn.prediction.times.seconds - plain_s
 
-    def _cost(self, request: Request, rows: Sequence[Row]) -> RequestCost:
-        height, width = request.key.shape[1:]
+    def _cost(self, request: Request, rows: Sequence[Row], shape: Shape) -> RequestCost:
+        """Return the cost of a request in a batch whose first request has this shape."""
+        own = _shape(request)
         cost = len(rows) * self._denoiser.cost(request)
         return RequestCost(
-            rows=cost,
+            rows=cost * relative_area(own, shape),
             waits=any(row.controls for row in rows),
             patched=request.loras_now is not None,
-            alone_s=self._denoiser.step_times.seconds((height, width), cost) or 0.0,
+            alone_s=self._denoiser.step_times.seconds(own, cost) or 0.0,
         )
 
     def _steps_of(self, group: Sequence[Request]) -> dict[EngineJob, str]:
@@ -259,9 +262,8 @@ class Stepper:
         requests = list(self._batcher.requests)
         if not requests:
             return  # Leave the weights as they are, because the next job may need the same LoRAs.
-        height, width = requests[0].key.shape[1:]
         rows = sum(request.row_count * self._denoiser.cost(request) for request in requests)
-        step_s = self._denoiser.step_times.seconds((height, width), rows)
+        step_s = self._denoiser.step_times.seconds(_shape(requests[0]), rows)
         regrouped = [addon.before_group(requests, step_s or 0.0) for addon in self._addons]
         if any(regrouped):
             self._batcher.regroup()
@@ -329,6 +331,11 @@ class Stepper:
         for request in group:
             self._batcher.make_exclusive(request)
         return StepOutcome()
+
+
+def _shape(request: Request) -> Shape:
+    _, height, width = request.key.shape
+    return height, width
 
 
 def _steps_text(job: EngineJob, requests: Sequence[Request]) -> str:

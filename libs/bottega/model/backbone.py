@@ -66,12 +66,17 @@ class Activations:
     points: dict[int, Tensor] = field(default_factory=dict)
     """The tensors that residuals are added to, by residual point."""
 
+    def row_of(self, tensor: Tensor, row: int) -> Tensor:
+        """Return a row's part of a tensor with the layout of `hidden`, as a view."""
+        return tensor[row]
+
     def select(self, rows: Sequence[int], index: Tensor) -> None:
-        """Keep only these rows, in this order. `index` is the same as int64 on their device."""
-        self.hidden = self.hidden.index_select(0, index)
-        self.embedding = self.embedding.index_select(0, index)
-        self.context = self.context.index_select(0, index)
-        self.points = {point: tensor.index_select(0, index) for point, tensor in self.points.items()}
+        """Keep only these rows, in ascending order. `index` is the same as int64 on their device."""
+        before, self.hidden = self.hidden, self.hidden.index_select(0, index)
+        self.embedding, self.context = (each.index_select(0, index) for each in (self.embedding, self.context))
+        # A transformer's point is `hidden` itself, so that what is added to it goes on.
+        points = self.points.items()
+        self.points = {place: self.hidden if it is before else it.index_select(0, index) for place, it in points}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ turn needs to know about the request.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bottega.device_links.tensor_messages import DTYPES
+from bottega.model.step_cache import StepCache
 
 SetKey = tuple[tuple[str, float], ...]
 """Digests and scales of LoRAs, in the order in which their products are summed."""
@@ -137,7 +139,7 @@ class Embeds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupKey:
-    """The properties that rows must share to run in one forward."""
+    """The properties that rows must share to run in one forward, but for their size where a network takes several."""
 
     shape: tuple[int, int, int]
     """Shape of the latent, [channels, height, width]."""
@@ -148,6 +150,11 @@ class GroupKey:
     """The LoRA set that is patched into the weights; empty for unchanged weights. Rows whose LoRAs are applied beside
     the weights need unchanged ones, so that they share groups with rows without LoRAs.
     """
+
+    @property
+    def without_size(self) -> Hashable:
+        """The properties that rows of several sizes share."""
+        return self.shape[0], self.dtype, self.weights
 
 
 class RowActivations(Protocol):
@@ -191,13 +198,33 @@ class Row:
     """Its LoRAs, whether they are patched into the weights or applied beside them."""
     activations: RowActivations | None = None
     """None for a row that is computed in full and not recorded."""
+    step_cache: StepCache | None = None
+    """What it may reuse of an earlier step; None if it computes every step."""
     alone: bool = False
     """Whether only rows of its owner may be in its forwards, all of them, without padding."""
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Height and width of its latent, and length of its prompt. Rows of one size can be stacked."""
+        _, height, width = self.sample.shape
+        return height, width, len(self.embeds.prompt)
 
     @property
     def network_input(self) -> Tensor:
         """The sample as the network reads it."""
         return self.sample if self.image is None else torch.cat([self.sample, self.image])
+
+
+def arranged(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with those of one LoRA set side by side, largest sets first, and in each those of one size."""
+    counts = Counter(row.loras.key for row in rows if row.loras is not None)
+    sizes = {size: place for place, size in enumerate(dict.fromkeys(row.size for row in rows))}
+
+    def place(row: Row) -> tuple[int, SetKey, int]:
+        key, count = ((), 1) if row.loras is None else (row.loras.key, -counts[row.loras.key])
+        return count, key, sizes[row.size]
+
+    return sorted(rows, key=place)
 
 
 _CONDITION = "condition."

@@ -3,7 +3,7 @@
 The gateway's scheduler and the worker's engine decide with the same functions, so that they agree.
 """
 
-from bottega.planning.cost import RowFractions, Shape, StepTimes, rounded_share, rows_in
+from bottega.planning.cost import PackedTimes, RowFractions, Shape, StepTimes, relative_area, rounded_share, rows_in
 from bottega.planning.width import (
     MAX_BACKLOG,
     Pace,
@@ -21,6 +21,7 @@ from bottega.planning.width import (
 __all__ = [
     "MAX_BACKLOG",
     "Pace",
+    "PackedTimes",
     "RemainingWork",
     "RowFractions",
     "Shape",
@@ -30,6 +31,7 @@ __all__ = [
     "completion_times",
     "control_steps",
     "most_on_trial",
+    "relative_area",
     "rounded_share",
     "rows_in",
     "rows_per_image",

@@ -1,10 +1,13 @@
-"""Measured seconds of forward passes by latent shape and batch rows, and the cost of rows that compute few tokens."""
+"""Measured seconds of forward passes by latent shape and batch rows, and the cost of rows that compute few tokens.
+
+Forward passes with rows of several shapes have a factor of their own.
+"""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 Shape = tuple[int, int]
@@ -94,7 +97,7 @@ class StepTimes:
         if shape in self._means:
             return self._measured(shape, rows)
         lender = self._nearest(shape, row_counts=1)
-        return None if lender is None else self._measured(lender, rows) * _ratio(shape, lender)
+        return None if lender is None else self._measured(lender, rows) * relative_area(shape, lender)
 
     def outdated(self, shape: Shape, rows: int) -> bool:
         """Return whether a forward pass ("turn") with `rows` rows should be tried although it seems too slow.
@@ -113,6 +116,11 @@ class StepTimes:
     def tried(self) -> None:
         """Record that an outdated row count was tried. None is tried for the next TRIAL_PAUSE_TURNS forward passes."""
         self._tried_at = self._turns
+
+    @property
+    def turns(self) -> int:
+        """Number of forward passes that have been recorded."""
+        return self._turns
 
     def entries(self) -> Iterator[tuple[Shape, int, float]]:
         """Yield all measurements: shape, rows, seconds."""
@@ -216,12 +224,56 @@ def _below(curve: _Curve, rows: float) -> float:
     return max(seconds - slope * (count - rows), seconds * rows / count)
 
 
+class PackedTimes:
+    """The seconds of forward passes whose rows have several shapes, relative to those of one shape.
+
+    Such a pass is compared with one of as many latent elements in rows of its largest shape.
+
+    Args:
+        times: Times of forward passes of one shape.
+    """
+
+    def __init__(self, times: StepTimes) -> None:
+        self._times = times
+        self._mean = _Mean(seconds=1.0)
+
+    @property
+    def ratio(self) -> float:
+        """Mean measured ratio. It is 1 before the first measurement, and again OUTDATED_TURNS after the last one."""
+        return 1.0 if self._is_outdated else self._mean.seconds
+
+    def seconds(self, rows: Mapping[Shape, float]) -> float | None:
+        """Return the expected seconds of a forward pass with so many rows of each shape; None if unknown."""
+        expected_s = self._of_one_shape(rows)
+        return None if expected_s is None else self.ratio * expected_s
+
+    def observe(self, rows: Mapping[Shape, float], seconds: float) -> None:
+        """Record a forward pass with so many rows of each shape. Without times of one shape it says nothing."""
+        expected_s = self._of_one_shape(rows)
+        if not expected_s:
+            return
+        if self._is_outdated:
+            self._mean = _Mean(seconds=1.0)
+        self._mean.add(seconds / expected_s)
+        self._mean.measured_at = self._times.turns
+
+    def _of_one_shape(self, rows: Mapping[Shape, float]) -> float | None:
+        """Return the expected seconds of as many latent elements in rows of the largest shape."""
+        largest = max(rows, key=_area)
+        return self._times.seconds(largest, sum(relative_area(shape, largest) * rows[shape] for shape in rows))
+
+    @property
+    def _is_outdated(self) -> bool:
+        return self._times.turns - self._mean.measured_at >= OUTDATED_TURNS
+
+
 def _area(shape: Shape) -> int:
     return shape[0] * shape[1]
 
 
-def _ratio(shape: Shape, lender: Shape) -> float:
-    return _area(shape) / _area(lender) if _area(shape) and _area(lender) else 1.0
+def relative_area(shape: Shape, other: Shape) -> float:
+    """Return the area of a shape as a multiple of another one's; 1 if either has none."""
+    return _area(shape) / _area(other) if _area(shape) and _area(other) else 1.0
 
 
 class RowFractions:

@@ -111,6 +111,7 @@ class BottegaBody(Body):
     stale_residuals: bool | None = None
     latent_parallelism: bool | None = None
     shared_turns: bool | None = None
+    step_caching: bool | None = None
     masked_blocks: bool | None = None
     approximate_cache: bool | None = None
     cache_entry: str | None = None

@@ -78,6 +78,7 @@ FULL: GenerationOptions = {
     "stale_residuals": False,
     "latent_parallelism": True,
     "shared_turns": False,
+    "step_caching": True,
     "masked_blocks": False,
     "approximate_cache": False,
     "cache_entry": f"{'ab' * 16}@6",

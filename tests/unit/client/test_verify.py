@@ -75,6 +75,7 @@ def test_an_exact_picture_is_drawn_again_without_what_add_ons_approximate() -> N
         "masked_blocks": True,
         "recording": "0" * 32,
         "stale_residuals": True,
+        "step_caching": True,
         "cache_entry": f"{'0' * 32}@5",
         "bounded_lora_loading": True,
     }

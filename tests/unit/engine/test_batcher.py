@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from bottega.engine.batcher import Batcher
 from bottega.fair_order import Share
 from bottega.model.rows import GroupKey
-from bottega.planning import StepTimes
+from bottega.planning import PackedTimes, StepTimes
+from bottega.planning.cost import OUTDATED_TURNS
 
 SHAPES = ((4, 16, 16), (4, 16, 24), (4, 32, 32))
 
@@ -34,6 +35,7 @@ class Asked:
     waited: int = 0
     turns: int = 0
     computed_share: float = 1.0
+    packs: bool = True
     tenant: str = ""
 
     @property
@@ -68,6 +70,17 @@ def outdated(seconds: Callable[[int], float]) -> StepTimes:
 
 def batcher(seconds: Callable[[int], float] = shared, *, max_rows: int = 16, max_wait_turns: int = 8) -> Batcher[Asked]:
     return Batcher(times(seconds), max_rows=max_rows, max_wait_turns=max_wait_turns)
+
+
+class Unsteady(PackedTimes):
+    """Times of turns of several sizes that are short at one time and long at another."""
+
+    asked = 0
+
+    @property
+    def ratio(self) -> float:
+        self.asked += 1
+        return 0.5 if self.asked % 60 < 30 else 3.0
 
 
 def step(chosen: Batcher[Asked], here: list[Asked]) -> list[Asked]:
@@ -331,10 +344,83 @@ def test_nobody_is_passed_over_longer_than_the_bound(
     *,
     one_tenant: bool,
 ) -> None:
-    """Even if each of them needed a group of its own, and where wider turns are tried."""
-    chosen: Batcher[Asked] = Batcher(measured(cost), max_rows=16, max_wait_turns=max_wait_turns)
+    """Even if each of them needed a group of its own, where wider turns are tried, and where sizes share turns."""
+    here = measured(cost)
     plan = _of_one_tenant(plan) if one_tenant else plan
-    assert longest_wait(chosen, plan, at_once=max_wait_turns + 1) <= max_wait_turns
+    for packed in (None, Unsteady(here)):
+        chosen: Batcher[Asked] = Batcher(here, packed=packed, max_rows=16, max_wait_turns=max_wait_turns)
+        assert longest_wait(chosen, plan, at_once=max_wait_turns + 1) <= max_wait_turns
+
+
+def packing(measured: StepTimes, packed: PackedTimes, *, max_wait_turns: int = 8) -> Batcher[Asked]:
+    """A batcher of a network that can compute several sizes at once."""
+    return Batcher(measured, packed=packed, max_rows=16, max_wait_turns=max_wait_turns)
+
+
+def of_each_size(chosen: Batcher[Asked], *, packs: bool = True) -> list[Asked]:
+    requests = [Asked(900, key=key(shape), packs=packs) for shape in range(3)]
+    for asked in requests:
+        chosen.add(asked)
+    return requests
+
+
+def measure_slow(packed: PackedTimes) -> None:
+    """Let turns of all sizes take three times as long as those of one size."""
+    rows = {(height, width): 2 for _, height, width in SHAPES}
+    expected_s = packed.seconds(rows)
+    assert expected_s is not None
+    for _ in range(20):
+        packed.observe(rows, 3 * expected_s)
+
+
+def sizes_in_turns(chosen: Batcher[Asked], turns: int = 9) -> set[int]:
+    """Return how many sizes the next turns have."""
+    return {len({asked.key for asked in chosen.next_turn().requests}) for _ in range(turns)}
+
+
+def test_requests_of_several_sizes_share_turns_where_that_is_faster() -> None:
+    measured = times(shared)
+    packed = PackedTimes(measured)
+    chosen = packing(measured, packed)
+    requests = of_each_size(chosen)
+    turn = chosen.next_turn()
+    assert turn.requests == requests
+    assert turn.charged_s == pytest.approx([sum(turn.charged_s) * share for share in (2 / 13, 3 / 13, 8 / 13)])
+    measure_slow(packed)
+    chosen.regroup()
+    assert sizes_in_turns(chosen) == {1}
+    for _ in range(OUTDATED_TURNS):
+        measured.observe((16, 16), 2, shared(2))
+    chosen.regroup()
+    assert sizes_in_turns(chosen) == {3}, "what was measured long ago is tried again"
+
+
+def test_sizes_do_not_share_turns_where_that_gains_nothing() -> None:
+    measured = times(proportional)
+    chosen = packing(measured, PackedTimes(measured))
+    of_each_size(chosen)
+    assert sizes_in_turns(chosen) == {1}
+
+
+def test_requests_that_cannot_run_with_other_sizes_do_not() -> None:
+    measured = times(shared)
+    chosen = packing(measured, PackedTimes(measured))
+    alone = of_each_size(chosen, packs=False)
+    of_each_size(chosen)
+    groups = [chosen.next_turn().requests for _ in range(12)]
+    assert all(len({asked.key for asked in group}) == 1 for group in groups if set(alone) & set(group))
+    assert any(len({asked.key for asked in group}) == 3 for group in groups)
+
+
+def test_sizes_go_on_sharing_turns_where_the_bound_on_waiting_needs_it() -> None:
+    measured = times(shared)
+    packed = PackedTimes(measured)
+    chosen = packing(measured, packed, max_wait_turns=1)
+    requests = of_each_size(chosen)
+    assert chosen.next_turn().requests == requests
+    measure_slow(packed)
+    chosen.regroup()
+    assert sizes_in_turns(chosen) == {3}
 
 
 def test_a_turn_on_trial_is_twice_as_wide_as_pays_off_and_the_next_one_is_not() -> None:

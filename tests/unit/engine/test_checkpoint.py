@@ -18,8 +18,9 @@ from bottega.engine.encode import Sources, encode_image, encode_prompts
 from bottega.engine.events import JobAdvanced, JobCheckpointed
 from bottega.engine.forward import Network
 from bottega.engine.job import EngineOrder
+from bottega.engine.latent_step import RequestState
 from bottega.engine.limits import EngineLimits
-from bottega.engine.request import Request, RequestState
+from bottega.engine.request import Request
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.samplers import Sampler

@@ -31,6 +31,7 @@ from bottega.errors import InvalidRequest
 from bottega.model.model import Model
 from bottega.model.rows import Row
 from bottega.model.schedulers import SamplerKind
+from bottega.planning import PackedTimes
 from tests.fakes.scripted_latents import Cached, cached, entry
 from tests.samples.controlnets import control_image, control_spec, save
 from tests.samples.edits import box_mask, edit_order, template
@@ -210,6 +211,22 @@ def test_t5_reads_as_many_tokens_as_each_request_of_a_batch_says(family: str, t5
 @families("mixed batch")
 def test_mixed_batch(family: str) -> None:
     orders = list(mixed_orders(family))
+    drawings = ManualEngine(make_engine(model_of(family), TOGETHER)).run({0: orders[:2], 1: orders[2:]})
+    for order in orders:
+        assert_close(drawings[order.key].latents[0], expected(family, order))
+        assert drawings[order.key].record.provenance.mean_group_requests > 1
+
+
+@families("mixed sizes")
+def test_mixed_sizes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share every turn, because sharing seems to take no time."""
+    monkeypatch.setattr(PackedTimes, "ratio", 0.0)
+    sizes = [(SIZE // 2, SIZE), (SIZE, 2 * SIZE), (3 * SIZE // 2, SIZE), (SIZE, SIZE)]
+    orders = [
+        replace(order, spec=replace(order.spec, width=width, height=height))
+        for order, (width, height) in zip(mixed_orders(family), sizes, strict=False)
+    ]
+    orders[-1] = replace(orders[-1], spec=replace(orders[-1].spec, strength=0.5), image=pixels(IMAGE))
     drawings = ManualEngine(make_engine(model_of(family), TOGETHER)).run({0: orders[:2], 1: orders[2:]})
     for order in orders:
         assert_close(drawings[order.key].latents[0], expected(family, order))

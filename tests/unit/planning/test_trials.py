@@ -32,6 +32,7 @@ class Asked:
     key: GroupKey = KEY
     row_count: int = ROWS
     computed_share: float = 1.0
+    packs: bool = False
     evaluations: int = STEPS
 
     @property

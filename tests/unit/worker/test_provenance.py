@@ -16,7 +16,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model, load_model
 from bottega.model.text_encoders import TextCache, TextEncoderSettings
 from bottega.v1.engine_pb2 import EngineBeat, EngineStart
-from bottega.v1.generation_pb2 import GenerationSpec, Provenance
+from bottega.v1.generation_pb2 import FIDELITY_FAST, GenerationSpec, Provenance, Techniques
 from bottega.v1.worker_pb2 import RunAttemptRequest
 from bottega.worker.engine.messages import add_prompt_metrics, event_of, ready_of
 from bottega.worker.engine.orders import order_of
@@ -94,6 +94,14 @@ def test_a_request_computes_alone_only_in_half_precision(dtype: torch.dtype) -> 
         if wanted is not None:
             start.request.spec.techniques.shared_turns = wanted
         assert order_of(start, half).shared_turns == shares
+
+
+@pytest.mark.parametrize("said", [None, False, True])
+def test_blocks_of_earlier_steps_are_reused_only_where_the_request_says_so(model: Model, *, said: bool | None) -> None:
+    techniques = Techniques(step_caching=said)
+    spec = GenerationSpec(prompt="a star", width=SIZE, height=SIZE, fidelity=FIDELITY_FAST, techniques=techniques)
+    order = order_of(EngineStart(request=RunAttemptRequest(spec=spec)), model)
+    assert order.spec.step_caching is bool(said)
 
 
 def test_what_is_kept_comes_back_by_kind_and_is_ignored_if_damaged(model: Model) -> None:

@@ -132,6 +132,7 @@ def _replayed(options: GenerationOptions, credentials: Credentials | None) -> Ge
     if credentials is not None and credentials.facts.get("exact") is True:
         for name in (name for part in generation_parts() for name in part.approximations):
             again.pop(name, None)  # type: ignore[misc]
+        again.pop("step_caching", None)
         again |= {"fidelity": "exact", "approximate_cache": False}
     return again
 

@@ -100,6 +100,8 @@ class EditOptions(TypedDict, total=False):
         shared_turns: Whether steps may share forward passes with other requests, and be split over passes and workers,
             which changes the rounding of half precision (not of float32); by default yes, unless the fidelity is given
             as "exact".
+        step_caching: Whether steps may reuse blocks of earlier ones while these change little, which is approximate,
+            with fidelity "fast" and models that are transformers; by default no.
         masked_blocks: Whether an edit may compute only the masked part, and reuse what earlier edits of the same source
             recorded, which is approximate; by default the fidelity decides.
         approximate_cache: Whether pictures may start from a cached latent of a similar prompt, which is approximate; by
@@ -151,6 +153,7 @@ class EditOptions(TypedDict, total=False):
     stale_residuals: bool | None
     latent_parallelism: bool | None
     shared_turns: bool | None
+    step_caching: bool | None
     masked_blocks: bool | None
     approximate_cache: bool | None
     cache_entry: str | None
@@ -219,6 +222,7 @@ _TECHNIQUES = (
     "stale_residuals",
     "latent_parallelism",
     "shared_turns",
+    "step_caching",
     "masked_blocks",
     "approximate_cache",
     "cache_entry",

@@ -96,6 +96,7 @@ class Parameters:
     stale_residuals: bool | None = None
     latent_parallelism: bool | None = None
     shared_turns: bool | None = None
+    step_caching: bool | None = None
     masked_blocks: bool | None = None
     approximate_cache: bool | None = None
     cache_entry: str | None = None
@@ -312,9 +313,9 @@ class Provenance:
     loras: tuple[LoraUse, ...] = field(default=(), metadata={"kind": LoraUse})
     controlnets: tuple[ControlNetUse, ...] = field(default=(), metadata={"kind": ControlNetUse})
     blocks_reused: int = 0
-    """Transformer blocks, counted in every forward pass, that an edit computed only for masked tokens."""
+    """Transformer blocks, counted in every forward pass, that were reused, or computed only for masked tokens."""
     blocks_total: int = 0
-    """Transformer blocks, counted in every forward pass, that could have been computed only for masked tokens."""
+    """Transformer blocks, counted in every forward pass, that could have been."""
     begin_step: int = 0
     """First denoising step that was computed."""
     times: tuple[StageTime, ...] = field(default=(), metadata={"kind": StageTime})

@@ -119,6 +119,8 @@ class Pair:
             noise=_whole(rows, {**own.noise, **theirs}),
             times=KnownTimes(seconds=perf_counter() - began_s - waited_s, waited_s=waited_s, encoder_s=own.encoder_s),
             shared=own.shared | owners,
+            reused=own.reused,
+            blocks=own.blocks,
             load_waits_s=own.load_waits_s,
             offloaded=owners if rest is None else frozenset(),
             taken_back=owners if rest is not None else frozenset(),
@@ -130,9 +132,10 @@ class Pair:
         able = [
             OffloadedRow(row=row, remote_job=known.remote_job, image=known.image, active=known.active(row))
             for row in rows
-            # Rows that read or write a recording of activations stay here, because the recording is here.
+            # Rows with data of other steps stay here, because the data are here.
             if free
             and row.activations is None
+            and row.step_cache is None
             and (known := offloadable.get(row.owner))
             and self._target.accepts(known.remote_job)
         ]

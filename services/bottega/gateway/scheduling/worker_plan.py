@@ -12,7 +12,16 @@ from functools import lru_cache
 from math import ceil, inf
 from typing import NamedTuple
 
-from bottega.planning import RemainingWork, RowFractions, Shape, StepTimes, best_width, completion_times, most_on_trial
+from bottega.planning import (
+    RemainingWork,
+    RowFractions,
+    Shape,
+    StepTimes,
+    best_width,
+    completion_times,
+    most_on_trial,
+    relative_area,
+)
 
 # Seconds of a turn per row until one is measured. They are proportional to rows, so that sharing a turn gains nothing.
 UNMEASURED_S = 0.1
@@ -114,7 +123,7 @@ class WorkerState:
         """Return a job as plain rows of one shape: a larger latent counts as more rows, an edit as fewer."""
         rows = self.alone(request)[0]
         if request.shape != shape:
-            rows *= _area_ratio(request.shape, shape)
+            rows *= relative_area(request.shape, shape)
         return RemainingWork(request.steps, rows)
 
     def alone(self, request: ResourceRequest) -> tuple[float, float]:
@@ -364,12 +373,6 @@ def _place_free_s(ahead: Sequence[RemainingWork], seconds: Callable[[float], flo
             turn = steps
         rows -= ended_rows
     return clock
-
-
-def _area_ratio(shape: Shape, other: Shape) -> float:
-    """Return the ratio of the areas of two latents; 1 if one shape is unknown."""
-    area, other_area = shape[0] * shape[1], other[0] * other[1]
-    return area / other_area if area and other_area else 1.0
 
 
 def _turn_seconds(times: StepTimes, shape: Shape) -> Callable[[float], float]:

@@ -35,6 +35,7 @@ const TECHNIQUES = [
   "stale_residuals",
   "latent_parallelism",
   "shared_turns",
+  "step_caching",
   "masked_blocks",
   "approximate_cache",
   "identical_results",

@@ -116,6 +116,7 @@ def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
         ),
         edit=_edit(start) if start.HasField("mask") else None,
         keep_for_editing=spec.keep_for_editing,
+        step_caching=spec.techniques.step_caching,
         **present,
     )
 

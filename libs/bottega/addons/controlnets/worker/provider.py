@@ -261,17 +261,17 @@ class RemoteControlNets:
     def _send(self, rows: Sequence[Row], *, ahead: bool = False) -> None:
         """Request the residuals that rows need and that were not requested: one message for each server and group.
 
-        ControlNets that read tokens get a message of their own, because samples of one message have one shape.
+        Samples of one message have one shape, so ControlNets that read tokens, and sizes, get messages of their own.
         """
-        wanted: dict[tuple[ServerLink, bool], list[tuple[Row, PlacedSession]]] = {}
+        wanted: dict[tuple[ServerLink, bool, torch.Size], list[tuple[Row, PlacedSession]]] = {}
         for row in rows:
             for session in _sessions(row):
                 if session.lease is not None and session.opened is not None and not session.asked(row):
-                    wanted.setdefault((session.lease.link, session.opened.reads_tokens), []).append((row, session))
-        for (link, _), pairs in wanted.items():
+                    key = session.lease.link, session.opened.reads_tokens, row.sample.shape
+                    wanted.setdefault(key, []).append((row, session))
+        for (link, _, shape), pairs in wanted.items():
             # Rows with more residuals come first, so that a residual of fewer rows is that of the first rows.
             pairs.sort(key=lambda pair: -_count(pair[1]))
-            shape = pairs[0][0].sample.shape
             shapes = self._shapes(pairs, shape[1], shape[2])
             row_bytes = sum(math.prod(point) for point in shapes) * self._dtype.itemsize
             most = max(1, link.slot_bytes // (row_bytes + 64 * len(shapes)) - 1)

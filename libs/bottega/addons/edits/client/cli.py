@@ -35,7 +35,7 @@ from bottega.client.cli.terminal import (
 )
 from bottega.client.sdk.clients import Client
 from bottega.client.types.options import GenerationOptions
-from bottega.client.types.provenance import Provenance
+from bottega.client.types.provenance import MaskUse, Provenance
 from bottega.errors import BottegaError
 
 # Seconds that `warm` waits: some GiB are loaded from a disk in that time.
@@ -346,7 +346,7 @@ def _merge(options: GenerationOptions, given: dict[str, Any], like: Path | None)
 
 def _describe(provenance: Provenance) -> Iterator[str]:
     use = provenance.mask
-    if provenance.blocks_reused:
+    if provenance.blocks_reused and use != MaskUse():
         blocks = share_text(provenance.blocks_reused / max(provenance.blocks_total, provenance.blocks_reused))
         where = f"the recording {short_hash(use.recording)}" if use.recording else "a recording"
         yield f"masked blocks: {blocks} of all blocks reused {where} outside the mask (approximate)"

@@ -351,13 +351,16 @@ def _projected(stacks: Sequence[_Stack], offsets: _Offsets) -> _Hook:
         # The output may be changed in place: the module has just made it, and nothing else has read it.
         for stack in stacks:
             bounds = stack.bounds(offsets())
+            if bounds[0] == bounds[-1]:
+                continue  # The rows of other sizes have these sets.
             if len({last - first for first, last in pairwise(bounds)}) == 1:  # equally long: one batched product
                 x = inputs[0][bounds[0] : bounds[-1]].reshape(stack.sets, -1, inputs[0].shape[-1])
                 total = output[bounds[0] : bounds[-1]].view(stack.sets, -1, output.shape[-1])
                 total.baddbmm_(torch.bmm(x, stack.down), stack.up)
                 continue
             for place, (first, last) in enumerate(pairwise(bounds)):
-                output[first:last].addmm_(inputs[0][first:last] @ stack.down[place], stack.up[place])
+                x, total = inputs[0][first:last].flatten(0, -2), output[first:last].flatten(0, -2)
+                total.addmm_(x @ stack.down[place], stack.up[place])
         return output
 
     return add

@@ -89,6 +89,8 @@ NO_KEY = {
         "stale_residuals",
         "edit",
         "keep_for_editing",
+        # Latents of steps that reused blocks are not exact, and are not recorded.
+        "step_caching",
     },
     ControlSpec: {"name", "measured"},
     LoraSpec: {"name", "measured", "bound", "from_step"},

@@ -1,0 +1,180 @@
+"""What do eight requests of four sizes gain if a transformer computes them in one forward pass?
+
+The engine draws them one by one, at once in turns of one size, at once in turns of all sizes, and at once as it chooses
+by what it has measured. The model is random, with the blocks of Stable Diffusion 3; small and large pictures are drawn.
+Every picture is compared with the one that is drawn alone.
+
+A run takes 5 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
+
+from bottega.device.devices import compute_with
+from bottega.engine.job import EngineOrder
+from bottega.engine.limits import EngineLimits
+from bottega.engine.spec import ResolvedSpec
+from bottega.miniature import WEIGHTS
+from bottega.model.schedulers import SamplerKind
+from bottega.planning import PackedTimes
+from load.bench.engine_runs import load_bench_model
+from load.bench.framework import CORES, GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, by_turns, medians, seconds_of
+from tests.support.engines import make_engine
+from tests.support.manual_engine import ManualEngine
+from tests.support.stock import deviation
+
+SIZES = {
+    "small": ((64, 64), (96, 64), (96, 96), (128, 128)),
+    "large": ((256, 256), (384, 256), (384, 384), (512, 512)),
+}
+"""Width and height of the pictures."""
+OF_EACH = 2
+"""Requests of each size."""
+CHANNELS, HEAD_CHANNELS, TEXT_WIDTH, SCALE, SIDE = 16, 64, 64, 8, 256
+EXACT = 1e-4
+ALONE, BY_SIZE, PACKED, CHOSEN = "one by one", "by size", "all sizes", "chosen"
+# Whether sizes share turns, by what these seem to take relative to turns of one size.
+_SEEMS = {BY_SIZE: math.inf, PACKED: 0.0}
+BENCH = Bench(
+    __file__,
+    __doc__,
+    Option("--rounds", 3, "of all requests, on each side", smallest=1),
+    Option("--steps", 8, "of each request", smallest=2),
+    Option("--width", 384, "channels of the transformer", smallest=64),
+    Option("--blocks", 6, "of the transformer", smallest=2),
+    Option("--threads", CORES, "of torch"),
+)
+
+
+@BENCH.measure
+def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
+    """Compare on small and on large pictures."""
+    compute_with(options.threads)
+    _write_model(folder / "model", options.width, options.blocks)
+    for name, sizes in SIZES.items() if not options.smallest else [("small", SIZES["small"])]:
+        _compare(name, folder / "model", _orders(sizes, options.steps), options.rounds, sheet)
+
+
+def _compare(name: str, model: Path, orders: Sequence[EngineOrder], rounds: int, sheet: Sheet) -> None:
+    loaded = load_bench_model(model)
+    engines = {side: ManualEngine(make_engine(loaded, EngineLimits())) for side in (ALONE, BY_SIZE, PACKED, CHOSEN)}
+    for each in engines.values():
+        each.engine.warm_up()
+
+    def draw(side: str, _: int) -> float:
+        groups = [[order] for order in orders] if side == ALONE else [orders]
+        with _seeming(side):
+            return seconds_of(lambda: [engines[side].run({0: group}) for group in groups])
+
+    seconds = medians(by_turns({side: partial(draw, side) for side in engines}, rounds))
+    for side, took_s in seconds.items():
+        sheet.row(f"{name} pictures, {side}", f"{took_s:.2f} s")
+    best_s = min(seconds[BY_SIZE], seconds[PACKED])
+    sheet.figure(f"{name}: one by one over all sizes", seconds[ALONE] / seconds[PACKED], key=f"{name}_vs_alone")
+    sheet.figure(f"{name}: by size over all sizes", seconds[BY_SIZE] / seconds[PACKED], key=f"{name}_vs_by_size")
+    chosen = best_s / seconds[CHOSEN]
+    sheet.figure(f"{name}: the faster one over the chosen", chosen, key=f"{name}_chosen", bar="at least 0.95")
+    off = max(
+        deviation(engines[side].drawings[order.key].latents[0], engines[ALONE].drawings[order.key].latents[0])
+        for side in (BY_SIZE, PACKED, CHOSEN)
+        for order in orders
+    )
+    sheet.figure(f"{name}: largest difference of a latent", off, "{:.1e}", key=f"{name}_off", bar=f"at most {EXACT:f}")
+
+
+def _seeming(side: str) -> AbstractContextManager[object]:
+    """Return a context in which the engine of a side does what its name says."""
+    return mock.patch.object(PackedTimes, "ratio", _SEEMS[side]) if side in _SEEMS else nullcontext()
+
+
+def _orders(sizes: Sequence[tuple[int, int]], steps: int) -> list[EngineOrder]:
+    return [
+        EngineOrder(
+            key=(size, number),
+            spec=ResolvedSpec(
+                prompt=PROMPT,
+                num_inference_steps=steps,
+                guidance_scale=GUIDANCE_SCALE,
+                width=size[0],
+                height=size[1],
+                seed=number,
+                sampler=SamplerKind.FLOW_MATCH_EULER,
+            ),
+        )
+        for number in range(OF_EACH)
+        for size in sizes
+    ]
+
+
+def _write_model(folder: Path, width: int, blocks: int) -> None:
+    """Write a random model of Stable Diffusion 3's kind without T5."""
+    torch.default_generator.manual_seed(0)
+    tokenizers = [CLIPTokenizer.from_pretrained(WEIGHTS / name) for name in ("tokenizer", "tokenizer_2")]
+    encoders = [
+        CLIPTextModelWithProjection(
+            CLIPTextConfig(
+                vocab_size=len(tokenizer),
+                hidden_size=TEXT_WIDTH,
+                intermediate_size=2 * TEXT_WIDTH,
+                projection_dim=TEXT_WIDTH,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=tokenizer.model_max_length,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )
+        for tokenizer in tokenizers
+    ]
+    transformer = SD3Transformer2DModel(
+        sample_size=SIDE // SCALE,
+        num_layers=blocks,
+        attention_head_dim=HEAD_CHANNELS,
+        num_attention_heads=width // HEAD_CHANNELS,
+        joint_attention_dim=2 * TEXT_WIDTH,
+        caption_projection_dim=width,
+        pooled_projection_dim=2 * TEXT_WIDTH,
+        pos_embed_max_size=64,
+    )
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 8, 16, 16),
+        norm_num_groups=8,
+        layers_per_block=1,
+        latent_channels=CHANNELS,
+        sample_size=SIDE,
+        scaling_factor=1.0,
+        shift_factor=0.0,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    )
+    pipeline = StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=encoders[0],
+        tokenizer=tokenizers[0],
+        text_encoder_2=encoders[1],
+        tokenizer_2=tokenizers[1],
+        text_encoder_3=None,
+        tokenizer_3=None,
+    )
+    pipeline.save_pretrained(folder, safe_serialization=True)
+
+
+if __name__ == "__main__":
+    sys.exit(BENCH.command())
