@@ -90,7 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--start", type=Path, default=WEIGHTS, help="model to begin a new training with")
     train.add_argument("--fresh", action="store_true", help="begin a new training, or a new stage, with random weights")
     train.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there is one")
-    train.add_argument("--compile", action="store_true", help="compile the UNet: minutes once, then quicker steps")
+    train.add_argument(
+        "--compile", action="store_true", help="compile the UNet or the transformer: minutes once, then quicker steps"
+    )
     train.add_argument("--look-every", type=int, default=0, help="steps between readings of 64 pictures by the oracle")
 
     export = commands.add_parser("export", help="write a model with what a stage's checkpoint holds by now")
