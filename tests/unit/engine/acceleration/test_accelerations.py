@@ -69,7 +69,7 @@ def test_compiled_blocks_compute_the_same_and_those_with_hooks_as_they_are(
     try:
         (compiled,) = forward(model)
         assert (compiled - before).abs().max() < EXACT
-        layer = few[BasicTransformerBlock].attn1.to_v
+        layer = few[BasicTransformerBlock].get_submodule("attn1.to_v")
         assert isinstance(layer, nn.Linear)
         handle = layer.register_forward_hook(lambda _module, _inputs, output: output + 1.0)
         (hooked,) = forward(model)
