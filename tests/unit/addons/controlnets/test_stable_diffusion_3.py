@@ -94,7 +94,7 @@ def networks() -> Mapping[str, Any]:
     """Two that are alike, and one with fewer blocks that reads pooled prompts and shifted latents."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(5)
-        short = sd3_controlnet(num_layers=1, force_zeros_for_pooled_projection=False)
+        short = sd3_controlnet(num_layers=2, force_zeros_for_pooled_projection=False)
     return dict(zip(NAMES, (*control_networks("SD 3"), short), strict=True))
 
 
@@ -278,6 +278,13 @@ def test_a_pair_draws_as_one_worker(
     assert_close(drawing.latents[0], expected)
 
 
+class Uneven(Residuals):
+    """Adds another number to each channel: norms take away one that is added to all."""
+
+    def take(self, row: Row, point: int) -> list[Tensor]:
+        return [torch.linspace(-1.0, 1.0, 32)]
+
+
 def test_a_row_that_is_late_leaves_the_others_their_residuals(model: Model) -> None:
     (conditions,) = encode_all_prompts(model, SPEC)
     requests = [Request(model, replace(SPEC, seed=seed), conditions) for seed in range(2)]
@@ -288,7 +295,7 @@ def test_a_row_that_is_late_leaves_the_others_their_residuals(model: Model) -> N
         rows = [row for request in requests[:count] for row in request.rows()]
         return Denoiser(Network(backbone=model.backbone, residuals=residuals)).predict(rows).noise
 
-    alone, beside = predicted(1, Residuals()), predicted(2, Residuals(late={requests[1]: None}))
+    alone, beside = predicted(1, Uneven()), predicted(2, Uneven(late={requests[1]: None}))
     assert {row.owner for row in beside} == {requests[0]}
     for one, other in zip(alone.values(), beside.values(), strict=True):
         assert_close(one, other)
