@@ -33,7 +33,7 @@ def describe_uses(provenance: Provenance) -> Iterator[str]:
     for use in provenance.controlnets:
         yield f"control {use.name}: {', '.join(_use_facts(use, provenance.worker))}"
     if provenance.controlnets and provenance.encoder_s >= _SHORTEST_S:
-        yield f"ControlNets ran during {provenance.encoder_s:.3f} s of the model's encoder"
+        yield f"ControlNets ran during {provenance.encoder_s:.3f} s of the model's blocks that need none"
 
 
 def warn_of_images(provenance: Provenance) -> Iterator[str]:
