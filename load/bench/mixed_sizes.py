@@ -91,7 +91,7 @@ def _compare(name: str, model: Path, orders: Sequence[EngineOrder], rounds: int,
         for side in (BY_SIZE, PACKED, CHOSEN)
         for order in orders
     )
-    sheet.figure(f"{name}: largest difference of a latent", off, "{:.1e}", key=f"{name}_off", bar=f"at most {EXACT:f}")
+    sheet.figure(f"{name}: largest difference of a latent", off, "{:.7f}", key=f"{name}_off", bar=f"at most {EXACT:f}")
 
 
 def _seeming(side: str) -> AbstractContextManager[object]:

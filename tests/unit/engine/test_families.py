@@ -192,7 +192,7 @@ def test_flux_in_half_precision_has_the_bits_of_stock() -> None:
     ("family", "t5"), [("SD 3.5", "text_encoder_3"), ("SD 3 no T5", ""), ("Flux dev", "text_encoder_2")]
 )
 def test_t5_reads_as_many_tokens_as_each_request_of_a_batch_says(family: str, t5: str) -> None:
-    """Requests of one length share turns. Others have turns of their own, without padding."""
+    """Requests of one length share turns, and those of others where the network can and it pays. Nothing is padded."""
     lengths = (77, 77, 8, None)
     orders = [
         order_of(family, key, num_inference_steps=3, prompt="a red star " * 5, seed=key, max_sequence_length=length)
@@ -201,7 +201,9 @@ def test_t5_reads_as_many_tokens_as_each_request_of_a_batch_says(family: str, t5
     drawings = ManualEngine(make_engine(model_of(family), TOGETHER)).run({0: orders})
     for order in orders:
         assert_close(drawings[order.key].latents[0], expected(family, order))
-    assert [drawings[key].record.provenance.mean_group_requests > 1 for key in range(4)] == [True, True, False, False]
+    shares = [drawings[key].record.provenance.mean_group_requests > 1 for key in range(4)]
+    assert shares[:2] == [True, True]
+    assert family in WAYS["mixed sizes"] or shares[2:] == [False, False]
     cuts = [
         {encoder for cut in drawings[key].record.provenance.truncations for encoder in cut.encoders} for key in (1, 2)
     ]
