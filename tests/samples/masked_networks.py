@@ -1,4 +1,4 @@
-"""Small networks of Stable Diffusion's parts with rows and recordings, for tests of the masked backbone."""
+"""Small networks of Stable Diffusion's parts with rows and recordings, for tests of the masked backbones."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
 from torch import Tensor
 
 from bottega.addons.edits.engine.activations import EditActivations, KeptProjections
-from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+from bottega.addons.edits.engine.masked.backbone import MadeMasked
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network, stack
-from bottega.model.backbone import UNetBackbone
+from bottega.model.backbone import POOLED, make_backbone
 from bottega.model.rows import Embeds, Factors, Half, LoraSet, Row
 from bottega.model_files.family_names import UNET
 
-_TEXT, _PROMPT_TOKENS = 24, 7
+_TEXT, _POOLED = 24, 8
+PROMPT_TOKENS = 7
 LATENT = (16, 16)
 
 
@@ -39,27 +40,56 @@ def small_unet(seed: int = 0, **options: Any) -> UNet2DConditionModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         unet = UNet2DConditionModel(**said)
-        for parameter in unet.parameters():
-            if parameter.dim() > 1:  # its own beginnings are small: what attention makes of them would not be seen
-                torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+        _draw_weights(unet)
     return unet.eval()
 
 
-def denoiser_of(unet: UNet2DConditionModel, masked: MaskedBackbone | None = None, **options: Any) -> Denoiser:
+def small_joint(seed: int = 0, **options: Any) -> SD3Transformer2DModel:
+    """Three joint blocks as those of Stable Diffusion 3.5: with norms of queries and keys, two with two attentions."""
+    said = {
+        "sample_size": LATENT[0],
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_layers": 3,
+        "attention_head_dim": 8,
+        "num_attention_heads": 4,
+        "joint_attention_dim": _TEXT,
+        "caption_projection_dim": 32,
+        "pooled_projection_dim": _POOLED,
+        "pos_embed_max_size": 24,
+        "qk_norm": "rms_norm",
+        "dual_attention_layers": (0, 2),
+    } | options
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = SD3Transformer2DModel(**said)
+        _draw_weights(transformer)
+    return transformer.eval()
+
+
+def _draw_weights(network: ModelMixin) -> None:
+    for parameter in network.parameters():
+        if parameter.dim() > 1:  # its own beginnings are small: what attention makes of them would not be seen
+            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+
+
+def denoiser_of(network: ModelMixin, masked: MadeMasked | None = None, **options: Any) -> Denoiser:
     """Return a denoiser with the plain network, and the masked one for rows of edits. `options` are Network's."""
     strategies = () if masked is None else (masked,)
-    return Denoiser(Network(backbone=UNetBackbone(unet), strategies=strategies, **options))
+    return Denoiser(Network(backbone=make_backbone(network), strategies=strategies, **options))
 
 
 @dataclass(eq=False)
 class StepInMemory:
-    """RecordedActivations. asked: names in the order in which they were asked for. projections: kept, if any."""
+    """RecordedActivations. asked: names in the order in which they were asked for. projections: kept, if any.
+    dtype: of what is recorded."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     reused: set[str] = field(default_factory=set)
     waited_s: float = 0.0
     projections: KeptProjections | None = None
+    dtype: torch.dtype = torch.float16
 
     def get(self, name: str) -> Tensor | None:
         self.asked.append(name)
@@ -72,16 +102,16 @@ class StepInMemory:
 
     def put(self, name: str, output: Tensor) -> None:
         assert output.isfinite().all()
-        self.outputs[name] = output.to(torch.float16, copy=True)
+        self.outputs[name] = output.to(self.dtype, copy=True)
 
 
 def plain_row(seed: int, *, size: tuple[int, int] = LATENT, **options: Any) -> Row:
     generator = torch.Generator().manual_seed(seed)
-    embeds = Embeds(
-        prompt=torch.randn(_PROMPT_TOKENS, _TEXT, generator=generator),
-        added={"text_embeds": torch.zeros(1), "time_ids": torch.zeros(6)},
-    )
+    prompt = torch.randn(PROMPT_TOKENS, _TEXT, generator=generator)
     sample = torch.randn(4, *size, generator=generator)
+    pooled = torch.randn(_POOLED, generator=generator)
+    added = {"text_embeds": torch.zeros(1), "time_ids": torch.zeros(6), POOLED: pooled}
+    embeds = Embeds(prompt=prompt, added=added)
     made = Row(owner=seed, step=0, half=Half.CONDITIONAL, sample=sample, timestep=torch.tensor(501.0), embeds=embeds)
     return replace(made, **options)
 
@@ -103,11 +133,11 @@ def box(top: int, left: int, height: int, width: int, *, size: tuple[int, int] =
     return computed
 
 
-def random_loras(unet: UNet2DConditionModel, seed: int, paths: Sequence[str], rank: int = 3) -> LoraSet:
+def random_loras(network: ModelMixin, seed: int, paths: Sequence[str], rank: int = 3) -> LoraSet:
     """A set that changes the layers whose path ends so."""
     generator = torch.Generator().manual_seed(seed)
     factors: dict[str, Factors] = {}
-    for path, module in unet.named_modules():
+    for path, module in network.named_modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d) and path.endswith(tuple(paths)):
             out, *rest = module.weight.shape
             up, down = torch.randn(out, rank, generator=generator), torch.randn(rank, *rest, generator=generator)
@@ -125,10 +155,11 @@ def patch(unet: UNet2DConditionModel, loras: LoraSet) -> None:
         weight.data += product.view_as(weight).to(weight.dtype)
 
 
-def point_shapes(unet: UNet2DConditionModel, size: tuple[int, int]) -> list[torch.Size]:
-    """Of the residuals of one row, [channels, height, width] by residual point."""
-    backbone = UNetBackbone(unet)
+def point_shapes(network: ModelMixin, size: tuple[int, int]) -> list[torch.Size]:
+    """Of the residuals of one row, [channels, height, width] or [tokens, channels], by residual point."""
+    backbone, shapes = make_backbone(network), dict[int, torch.Size]()
     activations = backbone.begin(stack([plain_row(0, size=size)]))
-    for block in backbone.blocks[: len(unet.down_blocks) + 1]:
+    for block in backbone.blocks:
         block.run(activations)
-    return [activations.points[point].shape[1:] for point in sorted(activations.points)]
+        shapes.update({point: tensor.shape[1:] for point, tensor in activations.points.items()})
+    return [shapes[point] for point in sorted(shapes)]

@@ -281,8 +281,12 @@ class Sd3Backbone:
     def finish(self, activations: Activations) -> Tensor:
         network = self.network
         tokens = network.proj_out(network.norm_out(activations.hidden, activations.embedding))
-        patch, channels = network.config.patch_size, network.out_channels
-        height, width = (side // patch for side in activations.size)
+        return self.unpatchify(tokens, activations.size)
+
+    def unpatchify(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return patches, [rows, tokens, features], as a prediction of this height and width."""
+        patch, channels = self.network.config.patch_size, self.network.out_channels
+        height, width = (side // patch for side in size)
         patches = tokens.reshape(len(tokens), height, width, patch, patch, channels)
         prediction: Tensor = patches.permute(0, 5, 1, 3, 2, 4).reshape(
             len(tokens), channels, height * patch, width * patch

@@ -22,6 +22,8 @@ from bottega.model.model import Model
 from bottega.transport import LinkCounters
 from bottega.v1.activations_pb2 import ActivationsOrder
 from bottega.v1.generation_pb2 import Provenance
+from tests.samples.edits import box_mask, template
+from tests.samples.family_models import SIZE, family_model, sampler_of
 from tests.samples.masked_edits import SPEC, masked_order
 from tests.samples.small_model import small_model
 from tests.support.activation_hosts import HostOffers, StoreHost, StoreProcess
@@ -151,6 +153,24 @@ def test_another_worker_draws_the_same_picture_as_the_one_that_has_recorded(desk
     assert (held == 0) is unix
     again = other.draw(replace(SECOND, key="again"))
     assert torch.equal(again.latents[0], in_memory.latents[0])
+
+
+def test_another_worker_uses_the_recording_of_a_transformer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(addon, "_ANSWER_S", ANSWER_S)
+    spec = replace(SPEC, width=SIZE, height=SIZE, sampler=sampler_of("SD 3.5"))
+    order = masked_order(spec, box_mask((0, 0, 8, 8), SIZE, SIZE), image=template(SIZE, SIZE))
+    with ExitStack() as stack:
+        desks = Desks(load(family_model("SD 3.5")), tmp_path, stack)
+        host = desks.host(unix=False)
+        first = desks.desk(host)
+        recorded = first.draw(order)
+        first.wait_sent()
+        other = desks.desk(host)
+        stored = other.draw(replace(order, key="again"))
+        assert_close(stored, recorded)
+        # Three blocks, two halves, four steps.
+        assert (edit_of(stored).blocks_reused, edit_of(stored).blocks_total) == (24, 24)
+        assert other.edits.counts["blocks_loaded"] == 24
 
 
 @pytest.mark.parametrize(("way", "steps"), [("unix", 1), ("tcp", 2)])

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+from bottega.addons.edits.engine.masked.backbone import make_masked_backbone
 from bottega.addons.edits.engine.masked.checks import unsupported
 from bottega.engine.encode import encode_all_prompts
 from bottega.engine.events import JobAdvanced, JobCheckpointed
@@ -307,10 +307,10 @@ def test_exact_edit(family: str, strength: float) -> None:
 @families("edit with masked blocks")
 def test_masked_blocks(family: str) -> None:
     """A row whose tokens outside a box come from its own recording gets nearly what it gets when computed."""
-    model = model_of(family)
-    (conditions,) = encode_all_prompts(model, SPEC)
-    row = Request(model, SPEC, conditions).rows()[-1]
-    denoiser = denoiser_of(model.backbone.network, MaskedBackbone(model.backbone.network))
+    model, spec = model_of(family), replace(SPEC, sampler=sampler_of(family))
+    (conditions,) = encode_all_prompts(model, spec)
+    row = Request(model, spec, conditions).rows()[-1]
+    denoiser = denoiser_of(model.backbone.network, make_masked_backbone(model.backbone.network))
     recorded, computed = StepInMemory(), box(1, 2, 4, 4, size=(SIZE // 4, SIZE // 4))
 
     def noise(of: Row) -> Tensor:

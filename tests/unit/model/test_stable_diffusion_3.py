@@ -16,7 +16,6 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bottega.addons.edits.engine.masked.checks import unsupported
 from bottega.device.heartbeat import call_after_blocks
 from bottega.engine.encode import LatentPreview, encode_image, to_latent
 from bottega.engine.job import EngineOrder
@@ -215,10 +214,6 @@ def test_previews_are_the_same_whatever_shift_the_latents_have(model: Model) -> 
         previews.append(LatentPreview.fit(model).draw(latent).int())
     assert previews[0].float().std() > 1
     assert all((preview - previews[0]).abs().max() <= 1 for preview in previews)
-
-
-def test_edits_compute_all_blocks(model: Model) -> None:
-    assert unsupported(model.backbone.network) == "the network is a transformer"
 
 
 def test_t5_reads_more_of_a_long_prompt_than_clip(model: Model) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from bottega import kinds
 from bottega.addons.edits.engine.job_edits import JobEdits
 from bottega.addons.edits.engine.kept import JobKeeping, open_keeping
-from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transformer_blocks
+from bottega.addons.edits.engine.masked.backbone import make_masked_backbone, transformer_blocks
 from bottega.addons.edits.engine.masked.checks import (
     LEAST_COSINE,
     PromptCosines,
@@ -117,7 +117,7 @@ class EngineEdits(EngineAddOn):
         self.times = BlockTimes(network, sparse=sparse)
         if not self.unusable:
             self.probes = {"masked": masked_probe}
-            self.strategy = MaskedBackbone(
+            self.strategy = make_masked_backbone(
                 network,
                 maps=SparseMaps() if sparse else FullMaps(),
                 beat=None if heartbeat is None else heartbeat.beat,
@@ -127,6 +127,8 @@ class EngineEdits(EngineAddOn):
         self.planner = LoadPlanner(source, self.times)
         self.projections_room = ProjectionsRoom()
         """Memory for cached keys and values, shared by all recordings."""
+        self.projects_by_prompt = model.unet is None
+        """Whether keys and values depend on the prompt as well: transformers scale their inputs by it."""
         self._events: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
 
     @property

@@ -255,7 +255,9 @@ class JobEdits(JobAddOn):
         # Activations computed with stale residuals must not enter the template, and it is not known in advance at which
         # steps residuals will be stale.
         completes = not (self._spec.stale_residuals and self._spec.controlnets)
-        terms = ReadTerms(completes=completes, any_prompt=self._any_prompt)
+        terms = ReadTerms(
+            completes=completes, any_prompt=self._any_prompt, projects_by_prompt=self._addon.projects_by_prompt
+        )
         for request in job.requests:
             if found.drawn is not None:
                 self._compose(request, found.drawn.image_latent, found.drawn.noise)

@@ -17,7 +17,7 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor
 
 from bottega.addons.edits.engine.activations import EditActivations
-from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
+from bottega.addons.edits.engine.masked.backbone import MadeMasked, make_masked_backbone
 from bottega.addons.edits.engine.masked.feature_maps import FeatureMaps, FullMaps, PackedTokens, TokensIn
 from bottega.addons.edits.engine.masked.tokens import MaskedActivations
 from bottega.addons.edits.engine.masked.work import BlockWork
@@ -201,7 +201,7 @@ class _TimedMaps:
 class _Forward:
     """A forward pass to measure: its row, and the clock of its blocks."""
 
-    backbone: MaskedBackbone
+    backbone: MadeMasked
     edit: EditActivations
     clock: _Clock
 
@@ -222,17 +222,18 @@ class _Measurement:
         self._size = size
         self._synchronize = model.runtime.synchronize
         self._beat = beat
-        self._unet = model.backbone.network
+        self._network = model.backbone.network
         self._maps: FeatureMaps = SparseMaps() if sparse else FullMaps()
         self._row = _row(model, size)
         recorder = StepRecorder()
-        self._run(MaskedBackbone(self._unet, maps=self._maps, beat=beat), EditActivations(sink=recorder))
+        backbone = make_masked_backbone(self._network, maps=self._maps, beat=beat)
+        self._run(backbone, EditActivations(sink=recorder))
         self._outputs = recorder.outputs
 
     def forward(self, share: float, *, recorded: bool) -> _Forward:
         """Return a forward pass that computes a share of the tokens, or all of them, by the same code."""
         clock = _Clock(self._outputs if recorded else {}, self._blocks, synchronize=self._synchronize, beat=self._beat)
-        backbone = MaskedBackbone(self._unet, maps=_TimedMaps(self._maps, clock))
+        backbone = make_masked_backbone(self._network, maps=_TimedMaps(self._maps, clock))
         edit = EditActivations(computed=_square(self._size, share), share=share, recorded=clock)
         return _Forward(backbone=backbone, edit=edit, clock=clock)
 
@@ -261,7 +262,7 @@ class _Measurement:
         forward.clock.mark("")
         return forward.clock.seconds
 
-    def _run(self, backbone: MaskedBackbone, edit: EditActivations) -> None:
+    def _run(self, backbone: MadeMasked, edit: EditActivations) -> None:
         activations = backbone.begin(stack([replace(self._row, activations=edit)]))
         for block in backbone.blocks:
             block.run(activations)

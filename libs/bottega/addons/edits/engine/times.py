@@ -15,7 +15,7 @@ from statistics import fmean
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from diffusers import UNet2DConditionModel
+from diffusers import ModelMixin
 from torch import Tensor
 
 from bottega.addons.edits.engine.activations import EditActivations, edit_activations
@@ -235,10 +235,10 @@ class RowWork:
 class BlockTimes:
     """Estimates how long each block takes for a row, for all of its tokens or only the masked ones."""
 
-    def __init__(self, unet: UNet2DConditionModel, *, sparse: bool) -> None:
+    def __init__(self, network: ModelMixin, *, sparse: bool) -> None:
         self.fit = WorkFit()
         """Regression of the seconds of whole forward passes."""
-        self._unet = unet
+        self._network = network
         self.sparse = sparse
         self._maps = SparseMaps()
         self._tokens = TokenCache()
@@ -252,9 +252,9 @@ class BlockTimes:
         if size not in self._blocks:
             if len(self._blocks) >= MAX_SHAPES:
                 self._blocks.clear()
-            self._blocks[size] = blocks_of(self._unet, size, sparse=self.sparse)
+            self._blocks[size] = blocks_of(self._network, size, sparse=self.sparse)
             self._full[size] = full = _Done()
-            for block in blocks_of(self._unet, size):
+            for block in blocks_of(self._network, size):
                 full.add(block, block.flops)
         return self._blocks[size]
 

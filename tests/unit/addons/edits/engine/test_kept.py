@@ -116,7 +116,7 @@ def test_stable_diffusion_3_keeps_the_latents_of_50_steps_and_edits_put_them_bac
     order = edit_of(drawing, kept[1], replace(SPEC, sampler=SamplerKind.FLOW_MATCH_EULER))
     edit = desk.draw(order)
     assert edit.record.provenance.mask.kept_latents
-    assert edit.record.provenance.blocks_reused == 0
+    assert 0 < edit.record.provenance.blocks_reused == edit.record.provenance.blocks_total
     assert torch.equal(outside(edit.latents[0], order), outside(drawing.latents[1], order))
     assert not torch.equal(edit.latents[0], drawing.latents[1])
 

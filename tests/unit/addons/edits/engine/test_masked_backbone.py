@@ -13,9 +13,13 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
 from bottega.addons.edits.engine.activations import EditActivations
-from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, UnsupportedNetwork, transformer_blocks
+from bottega.addons.edits.engine.masked.backbone import (
+    MaskedBackbone,
+    UnsupportedNetwork,
+    make_masked_backbone,
+    transformer_blocks,
+)
 from bottega.addons.edits.engine.masked.tokens import MaskTokens
-from bottega.addons.edits.engine.masked.transformer import Caching
 from bottega.model.rows import Row
 from tests.samples.masked_networks import StepInMemory, box, denoiser_of, masked, plain_row, recording, small_unet
 
@@ -34,9 +38,9 @@ def unet() -> UNet2DConditionModel:
     return small_unet()
 
 
-def noise_of(unet: UNet2DConditionModel, rows: Sequence[Row], caching: Caching = Caching.OUTPUTS) -> list[Tensor]:
+def noise_of(unet: UNet2DConditionModel, rows: Sequence[Row]) -> list[Tensor]:
     """What the masked backbone predicts."""
-    prediction = denoiser_of(unet, MaskedBackbone(unet, caching=caching)).predict(rows)
+    prediction = denoiser_of(unet, MaskedBackbone(unet)).predict(rows)
     return [prediction.noise[row] for row in rows]
 
 
@@ -112,8 +116,7 @@ def by_definition(unet: UNet2DConditionModel, row: Row, recorded: StepInMemory, 
     unmasked tokens."""
     tokens, handles = MaskTokens(computed), []
     for name, kept in recorded.outputs.items():
-        path, _, what = name.partition(":")
-        module = unet.get_submodule({"keys": f"{path}.attn1.to_k", "values": f"{path}.attn1.to_v", "": path}[what])
+        module = unet.get_submodule(name)
         side = int(len(kept) ** 0.5)
         inside = tokens.at(side, side).mask.flatten()[:, None]
 
@@ -127,16 +130,13 @@ def by_definition(unet: UNet2DConditionModel, row: Row, recorded: StepInMemory, 
     return noise
 
 
-@pytest.mark.parametrize("caching", Caching)
 @pytest.mark.parametrize("mask", MASKS)
-def test_what_is_masked_is_computed_and_the_rest_is_the_recordings(
-    unet: UNet2DConditionModel, mask: str, caching: Caching
-) -> None:
+def test_what_is_masked_is_computed_and_the_rest_is_the_recordings(unet: UNet2DConditionModel, mask: str) -> None:
     """Of an edit that is another picture inside the mask."""
     template, recorded, computed = plain_row(1), StepInMemory(), MASKS[mask]
-    noise_of(unet, [recording(template, recorded)], caching)
+    noise_of(unet, [recording(template, recorded)])
     edit = replace(plain_row(2), sample=torch.where(computed, plain_row(2).sample, template.sample))
-    (ours,) = noise_of(unet, [masked(edit, recorded, computed)], caching)
+    (ours,) = noise_of(unet, [masked(edit, recorded, computed)])
     assert distance(ours, by_definition(unet, edit, recorded, computed)) < EXACT
     (full,) = plain_noise_of(unet, [edit])
     assert distance(ours, full) > 0.05
@@ -211,11 +211,11 @@ def test_networks_of_other_parts_are_refused_with_the_part() -> None:
     unet = small_unet()
     unet.set_attn_processor(AttnProcessor())
     with pytest.raises(UnsupportedNetwork, match="the processor AttnProcessor"):
-        MaskedBackbone(unet)
+        make_masked_backbone(unet)
     unet = small_unet()
     unet.enable_freeu(0.9, 0.2, 1.1, 1.2)
     with pytest.raises(UnsupportedNetwork, match="FreeU"):
-        MaskedBackbone(unet)
+        make_masked_backbone(unet)
     others: dict[str, dict[str, Any]] = {
         "AttnDownBlock2D": {"down_block_types": ("AttnDownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D")},
         "a DualTransformer2DModel": {"dual_cross_attention": True},
@@ -223,4 +223,4 @@ def test_networks_of_other_parts_are_refused_with_the_part() -> None:
     }
     for part, options in others.items():
         with pytest.raises(UnsupportedNetwork, match=part):
-            MaskedBackbone(small_unet(**options))
+            make_masked_backbone(small_unet(**options))

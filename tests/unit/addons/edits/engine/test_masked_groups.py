@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import ModelMixin
 from torch import Tensor
 
 from bottega.addons.edits.engine.activations import edit_activations
-from bottega.addons.edits.engine.masked.backbone import MaskedBackbone, transformer_blocks
+from bottega.addons.edits.engine.masked.backbone import make_masked_backbone, transformer_blocks
 from bottega.addons.edits.engine.masked.feature_maps import FullMaps
 from bottega.addons.edits.engine.sparse import SparseMaps
 from bottega.addons.loras.engine import UnmergedLoras
 from bottega.engine.denoiser import Denoiser
+from bottega.engine.forward import FIRST_RESIDUAL_S
 from bottega.model.rows import Row
 from bottega.model_files.family_names import UNET
 from tests.samples.masked_networks import (
@@ -28,6 +30,7 @@ from tests.samples.masked_networks import (
     point_shapes,
     random_loras,
     recording,
+    small_joint,
     small_unet,
 )
 
@@ -38,8 +41,15 @@ MASKS = {0.05: box(4, 6, 6, 8, size=SIZE), 0.11: box(20, 2, 8, 14, size=SIZE), 0
     0.6: box(4, 0, 28, 22, size=SIZE),
 }
 # Everything that a LoRA may touch: layers that take packed tokens, whole ones, feature maps, and what is there once.
-TOUCHED = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out", "conv1", "conv_in")
+TOUCHED = (
+    *("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out", "conv1", "conv_in"),
+    *("norm1.linear", "add_q_proj", "add_k_proj", "to_add_out", "ff_context.net.2"),
+)
 NEIGHBOUR = 1e-4
+# A layer in the middle of each network.
+MIDDLE = dict.fromkeys(("full convolutions", "sparse convolutions"), "mid_block.attentions.0.transformer_blocks.0.ff")
+MIDDLE |= {"joint blocks": "transformer_blocks.1.ff"}
+MAPS = {"full convolutions": FullMaps, "sparse convolutions": SparseMaps, "joint blocks": FullMaps}
 
 
 @dataclass(kw_only=True)
@@ -59,7 +69,8 @@ class Residuals:
         return not self.late & set(row.controls)
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
-        raise AssertionError("nobody waits while others can go on")
+        assert timeout_s <= FIRST_RESIDUAL_S, "nobody waits for long while others can go on"
+        time.sleep(timeout_s)
 
     def is_void(self, row: Row) -> bool:
         return False
@@ -71,21 +82,26 @@ class Residuals:
         return False
 
 
-@pytest.fixture(scope="module")
-def unet() -> UNet2DConditionModel:
-    return small_unet(use_linear_projection=False)
+@pytest.fixture(scope="module", params=MAPS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def residuals(unet: UNet2DConditionModel) -> dict[object, list[Tensor]]:
+def network(kind: str) -> ModelMixin:
+    return small_joint() if kind == "joint blocks" else small_unet(use_linear_projection=False)
+
+
+@pytest.fixture(scope="module")
+def residuals(network: ModelMixin) -> dict[object, list[Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    shapes = point_shapes(unet, SIZE)
+    shapes = point_shapes(network, SIZE)
     return {name: [torch.randn(shape, generator=generator) * 0.5 for shape in shapes] for name in ("edges", "depth")}
 
 
-def mixed_rows(unet: UNet2DConditionModel, predict: Denoiser) -> list[Row]:
+def mixed_rows(network: ModelMixin, predict: Denoiser) -> list[Row]:
     """Five edits of five templates, one with LoRAs and one with a ControlNet, plain rows, and one that records."""
-    loras = {key: random_loras(unet, key, TOUCHED, rank=key) for key in (2, 5)}
+    loras = {key: random_loras(network, key, TOUCHED, rank=key) for key in (2, 5)}
     rows = [
         plain_row(0, size=SIZE),
         plain_row(1, size=SIZE, loras=loras[2]),
@@ -97,6 +113,7 @@ def mixed_rows(unet: UNet2DConditionModel, predict: Denoiser) -> list[Row]:
         {"loras": loras[2]},
         {"controls": ("depth", "edges")},
         {"loras": loras[5], "controls": ("edges",)},
+        {"controls": ("depth",)},
     ]
     for seed, computed in enumerate(MASKS.values(), start=10):
         template, recorded = plain_row(seed, size=SIZE, **options[seed % len(options)]), StepInMemory()
@@ -111,25 +128,24 @@ def mixed_rows(unet: UNet2DConditionModel, predict: Denoiser) -> list[Row]:
 Make = Callable[..., Denoiser]
 
 
-@pytest.fixture(params=[FullMaps, SparseMaps], ids=["full convolutions", "sparse convolutions"])
-def make(
-    request: pytest.FixtureRequest, unet: UNet2DConditionModel, residuals: Mapping[object, Sequence[Tensor]]
-) -> Make:
+@pytest.fixture
+def make(kind: str, network: ModelMixin, residuals: Mapping[object, Sequence[Tensor]]) -> Make:
     def made(late: str = "") -> Denoiser:
         provider = Residuals(addends=residuals, late={late} if late else set())
-        masked = MaskedBackbone(unet, maps=request.param())
-        return denoiser_of(unet, masked, row_weights=UnmergedLoras(unet, UNET), residuals=provider)
+        masked = make_masked_backbone(network, maps=MAPS[kind]())
+        return denoiser_of(network, masked, row_weights=UnmergedLoras(network, UNET), residuals=provider)
 
     return made
 
 
 def test_five_masks_plain_rows_loras_and_controlnets_share_a_forward_and_none_depends_on_the_others(
-    unet: UNet2DConditionModel, residuals: dict[object, list[Tensor]], make: Make
+    kind: str, network: ModelMixin, residuals: dict[object, list[Tensor]], make: Make
 ) -> None:
     denoiser = make()
-    rows = mixed_rows(unet, denoiser)
+    rows = mixed_rows(network, denoiser)
     calls: list[int] = []
-    handle = unet.mid_block.attentions[0].transformer_blocks[0].ff.register_forward_hook(lambda *_: calls.append(1))
+    middle = network.get_submodule(MIDDLE[kind])
+    handle = middle.register_forward_hook(lambda *_: calls.append(1))
     together = denoiser.predict(rows)
     handle.remove()
     assert calls == [1], "all rows share one call of a layer"
@@ -140,16 +156,15 @@ def test_five_masks_plain_rows_loras_and_controlnets_share_a_forward_and_none_de
         edit = edit_activations(row.activations)
         assert edit is not None
         assert edit.recorded is not None
-        assert set(transformer_blocks(unet)) <= set(edit.recorded.reused)
-    plain = denoiser_of(unet, row_weights=UnmergedLoras(unet, UNET), residuals=Residuals(addends=residuals)).predict(
-        rows[:4]
-    )
+        assert set(transformer_blocks(network)) <= set(edit.recorded.reused)
+    provider = Residuals(addends=residuals)
+    plain = denoiser_of(network, row_weights=UnmergedLoras(network, UNET), residuals=provider).predict(rows[:4])
     for row in rows[:4]:
         assert (together.noise[row] - plain.noise[row]).abs().max() < NEIGHBOUR
 
 
-def test_rows_whose_residuals_are_late_leave_with_their_tokens(unet: UNet2DConditionModel, make: Make) -> None:
-    rows = mixed_rows(unet, make())
+def test_rows_whose_residuals_are_late_leave_with_their_tokens(network: ModelMixin, make: Make) -> None:
+    rows = mixed_rows(network, make())
     noise = make(late="edges").predict(rows).noise
     assert {row.owner for row in rows} - {row.owner for row in noise} == {
         row.owner for row in rows if "edges" in row.controls

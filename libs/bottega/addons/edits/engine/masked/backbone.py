@@ -1,6 +1,6 @@
 """The denoising network for masked rows: transformers compute only masked tokens, and read others from recordings.
 
-It is a second backbone over the modules of UNetBackbone, with the same blocks and residuals. Rows of edits with
+It is a second backbone over the modules of the plain one, with the same blocks and residuals. Rows of edits with
 different masks, rows that record, and plain rows share a forward pass. A plain row's result equals that of the plain
 backbone. Source: InstGenIE (2025).
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from diffusers import UNet2DConditionModel
+from diffusers import ModelMixin, UNet2DConditionModel
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
@@ -17,8 +17,9 @@ from torch import Tensor
 from bottega.addons.edits.engine.activations import edit_activations
 from bottega.addons.edits.engine.masked.checks import unsupported
 from bottega.addons.edits.engine.masked.feature_maps import FeatureMaps, FullMaps
+from bottega.addons.edits.engine.masked.joint import MaskedJointBackbone, joint_blocks
 from bottega.addons.edits.engine.masked.tokens import MaskedActivations, TokenCache
-from bottega.addons.edits.engine.masked.transformer import Caching, MaskedTransformer, PromptCache
+from bottega.addons.edits.engine.masked.transformer import MaskedTransformer, PromptCache
 from bottega.device.memory_plan import MemoryPlan
 from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans, UNetBackbone
 from bottega.model.operations import Operations
@@ -30,10 +31,9 @@ class UnsupportedNetwork(ValueError):
 
 
 class MaskedBackbone(UNetBackbone):
-    """A UNet whose rows may reuse recorded activations. Raises UnsupportedNetwork if `unsupported` gives a reason.
+    """A UNet whose rows may reuse recorded activations.
 
     Args:
-        caching: Which tensors of a transformer block are recorded.
         maps: Computes feature maps; the default computes all of their elements.
         beat: Called after each block, see `Heartbeat`.
         memory: The device's memory, in which keys and values of prompts are cached.
@@ -43,24 +43,18 @@ class MaskedBackbone(UNetBackbone):
         self,
         unet: UNet2DConditionModel,
         *,
-        caching: Caching = Caching.OUTPUTS,
         maps: FeatureMaps | None = None,
         beat: Callable[[], None] | None = None,
         operations: Operations | None = None,
         memory: MemoryPlan | None = None,
     ) -> None:
-        reason = unsupported(unet)
-        if reason:
-            raise UnsupportedNetwork(reason)
         self.spans: RowSpans = RowSpans()
         self._tokens = TokenCache()
         self._prompts = PromptCache(memory=memory)
         self._maps: FeatureMaps = maps or FullMaps()
         self._beat = beat
         self._operations = operations or Operations()
-        self._transformers = {
-            path: MaskedTransformer(module, path, caching) for path, module in _transformers(unet).items()
-        }
+        self._transformers = {path: MaskedTransformer(module, path) for path, module in _transformers(unet).items()}
         self.block_names = transformer_blocks(unet)
         super().__init__(unet)
 
@@ -149,13 +143,36 @@ class MaskedBackbone(UNetBackbone):
             self._beat()
 
 
-def transformer_blocks(unet: UNet2DConditionModel) -> tuple[str, ...]:
-    """Return the names of recorded outputs, one for each transformer block; see `MaskedTransformer.names`."""
-    return tuple(
-        name
-        for path, module in _transformers(unet).items()
-        for name in MaskedTransformer(module, path, Caching.OUTPUTS).names
-    )
+MadeMasked = MaskedBackbone | MaskedJointBackbone
+"""The masked backbones of networks that are served."""
+
+
+def make_masked_backbone(
+    network: ModelMixin,
+    *,
+    maps: FeatureMaps | None = None,
+    beat: Callable[[], None] | None = None,
+    operations: Operations | None = None,
+    memory: MemoryPlan | None = None,
+) -> MadeMasked:
+    """Return the masked blocks of a denoising network; see `MaskedBackbone`. A transformer has no feature maps.
+
+    Raise UnsupportedNetwork if `unsupported` gives a reason.
+    """
+    reason = unsupported(network)
+    if reason:
+        raise UnsupportedNetwork(reason)
+    if isinstance(network, UNet2DConditionModel):
+        return MaskedBackbone(network, maps=maps, beat=beat, operations=operations, memory=memory)
+    return MaskedJointBackbone(network, beat=beat, operations=operations)
+
+
+def transformer_blocks(network: ModelMixin) -> tuple[str, ...]:
+    """Return the names of recorded outputs, one for each transformer block."""
+    if not isinstance(network, UNet2DConditionModel):
+        return joint_blocks(network)
+    transformers = _transformers(network)
+    return tuple(name for path, module in transformers.items() for name in MaskedTransformer(module, path).names)
 
 
 def _transformers(unet: UNet2DConditionModel) -> dict[str, Transformer2DModel]:

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
-from diffusers import ModelMixin, UNet2DConditionModel
+from diffusers import ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.models.activations import GEGLU
-from diffusers.models.attention import BasicTransformerBlock
-from diffusers.models.attention_processor import Attention, AttnProcessor2_0
+from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
+from diffusers.models.attention_processor import Attention, AttnProcessor2_0, JointAttnProcessor2_0
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
@@ -59,10 +59,30 @@ def unsupported(network: ModelMixin) -> str:
     return next(chain(_reasons(network), _of_inputs(network)), "")
 
 
-def _reasons(unet: ModelMixin) -> Iterator[str]:
-    if type(unet) is not UNet2DConditionModel:
-        yield "the network is a transformer"
-        return
+def _reasons(network: ModelMixin) -> Iterator[str]:
+    if type(network) is SD3Transformer2DModel:
+        yield from _of_joint_blocks(network)
+    elif type(network) is UNet2DConditionModel:
+        yield from _of_unet(network)
+    else:
+        yield f"blocks of a {type(network).__name__} cannot be masked yet"
+
+
+def _of_joint_blocks(transformer: SD3Transformer2DModel) -> Iterator[str]:
+    if int(transformer.config.patch_size).bit_count() != 1:
+        yield "the side of a patch is no power of 2"
+    for block in transformer.transformer_blocks:
+        if type(block) is not JointTransformerBlock:
+            yield f"the network has a {type(block).__name__}"
+            return
+        if block._chunk_size is not None:
+            yield "a feed-forward layer is not in one piece"
+        for attention in filter(None, (block.attn, block.attn2)):
+            if type(attention.processor) is not JointAttnProcessor2_0 or attention.fused_projections:
+                yield f"an attention layer has the processor {type(attention.processor).__name__}"
+
+
+def _of_unet(unet: UNet2DConditionModel) -> Iterator[str]:
     middle = () if unet.mid_block is None else (unet.mid_block,)  # pruned models may have none
     for known, blocks in ((_DOWN, unet.down_blocks), (_MIDDLE, middle), (_UP, unet.up_blocks)):
         for block in blocks:
@@ -82,8 +102,8 @@ def _reasons(unet: ModelMixin) -> Iterator[str]:
                     yield "a downsampler is not a convolution with padding 1"
 
 
-def _of_inputs(unet: UNet2DConditionModel) -> Iterator[str]:
-    if unet.config.in_channels != unet.config.out_channels:
+def _of_inputs(network: ModelMixin) -> Iterator[str]:
+    if network.config.in_channels != network.config.out_channels:
         yield "the network reads the mask itself"
 
 
@@ -126,8 +146,9 @@ _ROWS = 2
 
 def masked_probe(model: Model) -> Probe:
     """Return a probe that packs and merges tokens, and cuts and pastes tiles, for a mask in the middle of two rows."""
-    height, width = model.defaults.height // model.latent_scale, model.defaults.width // model.latent_scale
-    channels = int(model.backbone.network.config.block_out_channels[0])
+    network, side = model.backbone.network, model.latent_scale * model.patch_size
+    height, width = model.defaults.height // side, model.defaults.width // side
+    channels = int(network.config.block_out_channels[0] if model.unet else network.inner_dim)
     generator = torch.Generator("cpu").manual_seed(0)
     maps = torch.randn(_ROWS, channels, height, width, generator=generator).to(model.device, model.dtype)
     recorded = torch.randn(height * width, channels, generator=generator).to(model.device, torch.float16)
@@ -191,7 +212,12 @@ def measure_prompts(
     Both rows see the image with the noise of the middle step. `blocks` are module paths.
     """
     middle = (spec.begin_step + spec.num_inference_steps) // 2
-    sampler = model.samplers.open(spec.sampling, steps=spec.num_inference_steps, begin=middle)
+    sampler = model.samplers.open(
+        spec.sampling,
+        steps=spec.num_inference_steps,
+        begin=middle,
+        tokens=model.tokens(width=spec.width, height=spec.height),
+    )
     step = sampler.first_evaluation
     noisy = sampler.add_noise(edit.image_latent, edit.noise, step)
     sample, timestep = sampler.model_input(noisy, step)[0], sampler.timestep(step)
@@ -207,7 +233,13 @@ def measure_prompts(
 
 
 def _probe(spec: ResolvedSpec) -> ResolvedSpec:
-    return ResolvedSpec(prompt=PROBE_PROMPT, width=spec.width, height=spec.height, guidance_scale=1.0)
+    return ResolvedSpec(
+        prompt=PROBE_PROMPT,
+        width=spec.width,
+        height=spec.height,
+        guidance_scale=1.0,
+        max_sequence_length=spec.max_sequence_length,
+    )
 
 
 def _compare(model: Model, rows: Sequence[Row], blocks: Sequence[str]) -> PromptCosines:
@@ -224,9 +256,10 @@ def _compare(model: Model, rows: Sequence[Row], blocks: Sequence[str]) -> Prompt
 def _watched(network: nn.Module, names: Sequence[str], outputs: dict[str, Tensor]) -> Iterator[None]:
     """Collect the outputs of these modules, [rows, tokens, channels], during the `with` block."""
 
-    def keep(name: str) -> Callable[[nn.Module, object, tuple[Tensor] | Tensor], None]:
-        def hook(_module: nn.Module, _inputs: object, output: tuple[Tensor] | Tensor) -> None:
-            tensor = output if isinstance(output, Tensor) else output[0]
+    def keep(name: str) -> Callable[[nn.Module, object, tuple[Tensor, ...] | Tensor], None]:
+        def hook(_module: nn.Module, _inputs: object, output: tuple[Tensor, ...] | Tensor) -> None:
+            # Joint blocks return the text's tokens first.
+            tensor = output if isinstance(output, Tensor) else output[-1]
             outputs[name] = (tensor if tensor.ndim == 3 else tensor.flatten(2).transpose(1, 2)).float()
 
         return hook

@@ -174,6 +174,12 @@ class Packing:
         flat = whole.reshape(self.rows * self.tokens, -1)
         return flat if self.index is None else flat.index_select(0, self.index)
 
+    def spread(self, values: Tensor) -> Tensor:
+        """Return a value of each row, [rows, channels], for each of its items, [items, channels]."""
+        if self.index is None or len(self.runs) == 1:
+            return values.repeat_interleave(self.runs[0].count, dim=0)
+        return values.index_select(0, self.index // self.tokens)
+
     def merge(self, items: Tensor, recorded: Sequence[Tensor | None]) -> Tensor:
         """Return a whole tensor from computed items and the recorded tokens of each row.
 
@@ -260,7 +266,7 @@ class MaskedActivations(Activations):
     """Token sets of the masks in use."""
     spans: RowSpans
     """Where rows are in the tensors of the current layer call."""
-    prompts: list[PromptProjections]
+    prompts: list[PromptProjections] = field(default_factory=list)
     """Cached projections of each row's prompt; empty if they are not cached."""
     moves: Moves | None = None
     """Kernels that move tokens and tiles; None for plain torch."""

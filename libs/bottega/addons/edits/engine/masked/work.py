@@ -13,17 +13,20 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from diffusers import UNet2DConditionModel
-from diffusers.models.attention import BasicTransformerBlock
+from diffusers import ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
 from bottega.addons.edits.engine.masked.feature_maps import is_plain
+from bottega.addons.edits.engine.masked.joint import joint_blocks
 from bottega.addons.edits.engine.sparse.maps import convolves_plainly, upsamples_plainly
 
 _Size = tuple[int, int]
 _FLOAT16_BYTES = 2
+# Of prompts; networks with T5 read them behind CLIP's.
+_CLIP_TOKENS, _T5_TOKENS = 77, 256
 
 
 class BlockKind(Enum):
@@ -62,13 +65,16 @@ class BlockWork:
 
 
 def blocks_of(
-    unet: UNet2DConditionModel, size: _Size, *, prompt_tokens: int = 77, sparse: bool = True
+    network: ModelMixin, size: _Size, *, prompt_tokens: int | None = None, sparse: bool = True
 ) -> tuple[BlockWork, ...]:
     """Return a network's blocks in order of execution, for latents of this size; only transformer blocks if not sparse.
 
-    Raise ValueError if two blocks have the same name.
+    `prompt_tokens` is by default the number of a prompt's tokens. Raise ValueError if two blocks have the same name.
     """
-    made = tuple(_Walk(size=size, prompt_tokens=prompt_tokens).blocks(unet))
+    if isinstance(network, UNet2DConditionModel):
+        made = tuple(_Walk(size=size, prompt_tokens=prompt_tokens or _CLIP_TOKENS).blocks(network))
+    else:
+        made = tuple(_joint_blocks(network, size, prompt_tokens or _CLIP_TOKENS + _T5_TOKENS))
     kept = tuple(block for block in made if sparse or block.kind is BlockKind.TRANSFORMER)
     recorded = Counter(name for block in kept for name in block.names)
     twice = [name for name, count in recorded.items() if count > 1]
@@ -167,9 +173,7 @@ class _Walk:
         fixed = 2 * tokens * channels * 2 * inner
         attention = 4 * tokens * tokens * inner + 2 * tokens * channels * 2 * inner
         cross = 4 * tokens * self.prompt_tokens * inner + 2 * tokens * channels * 2 * inner
-        feed_forward = (
-            2 * tokens * sum(each.weight.numel() for each in block.ff.modules() if isinstance(each, nn.Linear))
-        )
+        feed_forward = tokens * _flops_of_all(block.ff)
         out = 2 * tokens * behind.weight.numel() if behind is not None else 0
         width = int(behind.weight.shape[0]) if behind is not None else channels
         return BlockWork(
@@ -196,6 +200,45 @@ class _Walk:
     @property
     def _elements(self) -> int:
         return self.size[0] * self.size[1]
+
+
+def _joint_blocks(transformer: SD3Transformer2DModel, size: _Size, text: int) -> Iterator[BlockWork]:
+    """Yield the blocks of a transformer that attends to image and text jointly. `text` is its number of tokens."""
+    patch, names = int(transformer.config.patch_size), joint_blocks(transformer)
+    in_tokens = size[0] // patch, size[1] // patch
+    tokens = in_tokens[0] * in_tokens[1]
+    for index, (block, name) in enumerate(zip(transformer.transformer_blocks, names, strict=True)):
+        behind = transformer.proj_out if index == len(names) - 1 else None
+        fixed, masked = _joint_flops(block, tokens, text)
+        masked += tokens * _flops(behind) if behind is not None else 0.0
+        width = block.attn.to_q.in_features if behind is None else behind.out_features
+        yield BlockWork(
+            name=f"transformer_blocks.{index}",
+            names=(name,),
+            kind=BlockKind.TRANSFORMER,
+            size=in_tokens,
+            shapes=((tokens, int(width)),),
+            flops=fixed + masked,
+            fixed_flops=fixed,
+        )
+
+
+def _joint_flops(block: JointTransformerBlock, tokens: int, text: int) -> tuple[float, float]:
+    """Return a joint block's operations whatever the mask, and those of all image tokens that a mask may leave out."""
+    joint, own = block.attn, [] if block.attn2 is None else [block.attn2]
+    projected = sum(_flops(each.to_k) + _flops(each.to_v) for each in (joint, *own))
+    computed = sum(_flops(each.to_q) + _flops(each.to_out[0]) for each in (joint, *own)) + _flops_of_all(block.ff)
+    # Of a query: it is compared with every key, and adds every value.
+    jointly, alone = 4 * int(joint.inner_dim) * (tokens + text), 4 * int(joint.inner_dim) * tokens
+    of_text = _flops(joint.add_k_proj) + _flops(joint.add_v_proj)
+    if not block.context_pre_only:  # Nothing reads the text's tokens after the last block.
+        of_text += jointly + _flops(joint.add_q_proj) + _flops(joint.to_add_out) + _flops_of_all(block.ff_context)
+    return tokens * projected + text * of_text, tokens * (computed + jointly + alone * len(own))
+
+
+def _flops_of_all(module: nn.Module) -> float:
+    """Return the operations of a module's projections, per token."""
+    return sum(_flops(each) for each in module.modules() if isinstance(each, nn.Linear))
 
 
 def _flops(layer: Any) -> float:

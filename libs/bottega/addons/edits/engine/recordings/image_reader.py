@@ -50,6 +50,8 @@ class ReadTerms:
 
     If not, the half of guidance whose prompt differs computes all tokens and is recorded anew. That is rarely the
     unconditional half, because most edits have the same negative prompt."""
+    projects_by_prompt: bool = False
+    """Whether keys and values depend on the prompt as well, so that only steps with the recorded prompt cache them."""
 
 
 class ImageReader:
@@ -129,7 +131,7 @@ class ImageReader:
             self._request.latent.device,
             self._loads_of(key, step),
             self._shapes,
-            projections=self._projections(step),
+            projections=self._projections(step, half),
         )
         self._readers[key] = reader, plan
         return EditActivations(computed=plan.computed, share=plan.share, recorded=reader, sink=sink)
@@ -205,9 +207,10 @@ class ImageReader:
         while self.loads:
             self._drop_requests(self.loads.popitem()[1])
 
-    def _projections(self, step: RecordedStep) -> KeptProjections | None:
+    def _projections(self, step: RecordedStep, half: Half) -> KeptProjections | None:
         """Return the step's cached keys and values; None on a GPU, which computes them faster than it copies them."""
-        if self._request.latent.device.type != "cpu":
+        other_prompt = self._terms.projects_by_prompt and step.prompt != self._prompts[half]
+        if other_prompt or self._request.latent.device.type != "cpu":
             return None
         return self.recording.projections(step, self._room)
 

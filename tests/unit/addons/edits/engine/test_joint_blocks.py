@@ -1,0 +1,309 @@
+"""Masked blocks of transformers that attend to image and text jointly, against the plain blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+from torch import Tensor, nn
+
+from bottega.addons.edits.engine.masked.backbone import make_masked_backbone, transformer_blocks
+from bottega.addons.edits.engine.masked.checks import unsupported
+from bottega.addons.edits.engine.masked.tokens import MaskTokens
+from bottega.addons.edits.engine.recordings.recording import prompt_of
+from bottega.addons.edits.engine.recordings.step import ProjectionsRoom, StepProjections
+from bottega.engine.job import EngineOrder
+from bottega.engine.spec import ResolvedSpec
+from bottega.model.model import Model
+from bottega.model.rows import Half, Row
+from tests.samples.edits import box_mask, template
+from tests.samples.family_models import SIZE, family_model, sampler_of
+from tests.samples.masked_edits import EditDesk, drawn_alone, masked_order
+from tests.samples.masked_networks import (
+    PROMPT_TOKENS,
+    StepInMemory,
+    box,
+    denoiser_of,
+    masked,
+    plain_row,
+    recording,
+    small_joint,
+)
+from tests.support.manual_engine import load
+from tests.support.stock import assert_close
+
+# Outputs are of the order of 1; a recording in half precision rounds to 11 bits in each of 3 blocks.
+EXACT, FLOAT16 = 2e-5, 2e-2
+NETWORKS: dict[str, dict[str, Any]] = {
+    "SD 3": {"qk_norm": None, "dual_attention_layers": ()},
+    "SD 3.5": {},
+}
+MASKS = {"corner": box(0, 0, 3, 3), "two": box(0, 1, 2, 2) | box(9, 9, 3, 1), "most": box(1, 0, 13, 16)}
+TOKENS, SMALL_TOKENS = 64, 9
+"""Of a picture: all, and those under SMALL."""
+SMALL = box(4, 4, 6, 6)
+
+
+@pytest.fixture(scope="module", params=NETWORKS)
+def network(request: pytest.FixtureRequest) -> SD3Transformer2DModel:
+    return small_joint(**NETWORKS[request.param])
+
+
+def noise_of(network: SD3Transformer2DModel, *rows: Row) -> list[Tensor]:
+    """What the masked blocks predict."""
+    prediction = denoiser_of(network, make_masked_backbone(network)).predict(rows)
+    return [prediction.noise[row] for row in rows]
+
+
+def plain_noise_of(network: SD3Transformer2DModel, *rows: Row) -> list[Tensor]:
+    """What the plain blocks predict."""
+    prediction = denoiser_of(network).predict(rows)
+    return [prediction.noise[row] for row in rows]
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference."""
+    return float((ours - theirs).abs().max())
+
+
+def recorded_of(network: SD3Transformer2DModel, row: Row, dtype: torch.dtype = torch.float16) -> StepInMemory:
+    recorded = StepInMemory(dtype=dtype)
+    noise_of(network, recording(row, recorded))
+    return recorded
+
+
+def edit_of(network: SD3Transformer2DModel, computed: Tensor, seed: int = 2) -> tuple[Row, StepInMemory]:
+    """Another picture inside the mask than the one that was recorded, with the same prompt."""
+    recorded = recorded_of(network, plain_row(1))
+    sample = torch.where(computed, plain_row(seed).sample, plain_row(1).sample)
+    return replace(plain_row(1), sample=sample, owner=seed), recorded
+
+
+def test_rows_that_compute_all_tokens_get_what_the_plain_blocks_predict(network: SD3Transformer2DModel) -> None:
+    rows = [plain_row(seed) for seed in range(3)]
+    plain = plain_noise_of(network, *rows)
+    recorded, everything = StepInMemory(), torch.ones(16, 16, dtype=torch.bool)
+    other = recorded_of(network, plain_row(9))
+    ours = noise_of(network, rows[0], recording(rows[1], recorded), masked(rows[2], other, everything))
+    assert max(map(distance, ours, plain)) < EXACT
+    assert tuple(recorded.outputs) == transformer_blocks(network)
+    assert not other.reused
+    assert distance(plain[0], plain[1]) > 0.5
+
+
+def by_definition(network: SD3Transformer2DModel, row: Row, recorded: StepInMemory, computed: Tensor) -> Tensor:
+    """What the plain blocks predict where recorded outputs take the place of what they make of unmasked tokens."""
+    inside, handles = MaskTokens(computed).at(8, 8).mask.flatten()[:, None], []
+    for name, kept in recorded.outputs.items():
+
+        def replaced(_: object, __: object, output: Any, kept: Tensor = kept) -> Any:
+            if isinstance(output, Tensor):
+                return torch.where(inside, output, kept.to(output.dtype))
+            text, image = output
+            return text, torch.where(inside, image, kept.to(image.dtype))
+
+        handles.append(network.get_submodule(name).register_forward_hook(replaced))
+    (noise,) = plain_noise_of(network, row)
+    for handle in handles:
+        handle.remove()
+    return noise
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_what_is_masked_is_computed_and_the_rest_is_the_recordings(network: SD3Transformer2DModel, mask: str) -> None:
+    """Beside plain rows, and another edit that reuses everything."""
+    computed = MASKS[mask]
+    edit, recorded = edit_of(network, computed)
+    wanted = by_definition(network, edit, recorded, computed)
+    plain, empty = plain_row(5), masked(plain_row(1), recorded, torch.zeros(16, 16, dtype=torch.bool))
+    ours, beside, reused = noise_of(network, masked(edit, recorded, computed), plain, empty)
+    assert distance(ours, wanted) < EXACT
+    full, of_plain, of_template = plain_noise_of(network, edit, plain, plain_row(1))
+    assert distance(ours, full) > 0.05
+    assert distance(beside, of_plain) < EXACT
+    assert distance(reused, of_template) < FLOAT16
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, EXACT), (torch.float16, FLOAT16)])
+def test_a_recording_of_the_same_latents_gives_the_exact_prediction(
+    network: SD3Transformer2DModel, dtype: torch.dtype, bound: float
+) -> None:
+    row = plain_row(1)
+    (plain,) = plain_noise_of(network, row)
+    (ours,) = noise_of(network, masked(row, recorded_of(network, row, dtype), SMALL))
+    assert distance(ours, plain) < bound
+
+
+def tokens_of_layers(network: SD3Transformer2DModel, *rows: Row) -> dict[str, int]:
+    """Return how many tokens each projection of a forward pass gets."""
+    seen: dict[str, int] = {}
+    handles = [
+        module.register_forward_pre_hook(lambda _, inputs, path=path: seen.update({path: inputs[0].shape[:-1].numel()}))
+        for path, module in network.named_modules()
+        if isinstance(module, nn.Linear) and path.startswith(("transformer_blocks", "proj_out"))
+    ]
+    noise_of(network, *rows)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def test_masked_tokens_and_those_of_the_text_are_computed_alone(network: SD3Transformer2DModel) -> None:
+    edit, recorded = edit_of(network, SMALL)
+    seen = tokens_of_layers(network, masked(edit, recorded, SMALL), plain_row(5))
+    assert "transformer_blocks.2.attn.add_q_proj" not in seen, "nothing reads the text's tokens after the last block"
+    for path, tokens in seen.items():
+        if "norm1" in path:
+            assert tokens == 2, path
+        elif path.endswith((".to_k", ".to_v")):
+            assert tokens == 2 * TOKENS, path
+        elif ".add_" in path or "_context" in path or "to_add_out" in path:
+            assert tokens == 2 * PROMPT_TOKENS, path
+        else:
+            assert tokens == TOKENS + SMALL_TOKENS, path
+
+
+def test_cached_keys_and_values_give_the_same_with_less_work(network: SD3Transformer2DModel) -> None:
+    kept = StepProjections(ProjectionsRoom(left_bytes=1 << 30))
+    for number, seed in enumerate((2, 3)):
+        edit, recorded = edit_of(network, SMALL, seed)
+        (wanted,) = noise_of(network, masked(edit, recorded, SMALL))
+        row = masked(edit, replace(recorded, projections=kept), SMALL)
+        seen = tokens_of_layers(network, row)
+        assert {seen[path] for path in seen if path.endswith((".to_k", ".to_v"))} == {
+            SMALL_TOKENS if number else TOKENS
+        }
+        (ours,) = noise_of(network, row)
+        assert distance(ours, wanted) < EXACT
+
+
+def test_a_block_that_was_not_recorded_is_computed_in_full(network: SD3Transformer2DModel) -> None:
+    row = plain_row(1)
+    recorded = recorded_of(network, row, torch.float32)
+    (plain,) = plain_noise_of(network, row)
+    names = transformer_blocks(network)
+    for kept in (names[:1], names[1:], names[1:2], ()):
+        some = StepInMemory({name: recorded.outputs[name] for name in kept})
+        ours, _ = noise_of(network, masked(row, some, SMALL), plain_row(5))
+        assert distance(ours, plain) < EXACT
+        assert (some.reused, len(some.asked)) == (set(kept), len(names))
+
+
+def test_a_masked_row_records_what_it_computes_and_hands_on_the_rest(network: SD3Transformer2DModel) -> None:
+    edit, recorded = edit_of(network, SMALL)
+    again, inside = StepInMemory(), MaskTokens(SMALL).at(8, 8).mask.flatten()
+    noise_of(network, masked(edit, recorded, SMALL, again))
+    assert again.outputs.keys() == recorded.outputs.keys()
+    for name, output in again.outputs.items():
+        assert torch.equal(output[~inside], recorded.outputs[name][~inside])
+        assert not torch.isclose(output[inside], recorded.outputs[name][inside]).all(1).any()
+
+
+def test_half_precision_is_served() -> None:
+    dtype, row = torch.bfloat16, plain_row(1)
+    network = small_joint().to(dtype)
+    row = replace(row, sample=row.sample.to(dtype), embeds=row.embeds.map(lambda each: each.to(dtype)))
+    (plain,) = plain_noise_of(network, row)
+    (ours,) = noise_of(network, masked(row, recorded_of(network, row), SMALL))
+    assert ours.dtype == dtype
+    assert distance(ours.float(), plain.float()) < 0.3
+
+
+def test_transformers_of_other_parts_are_refused_with_the_part() -> None:
+    network = small_joint()
+    network.enable_forward_chunking()
+    assert unsupported(network) == "a feed-forward layer is not in one piece"
+    network.disable_forward_chunking()
+    network.fuse_qkv_projections()
+    assert unsupported(network) == "an attention layer has the processor FusedJointAttnProcessor2_0"
+    assert unsupported(small_joint(patch_size=3)) == "the side of a patch is no power of 2"
+    with torch.device("meta"):
+        flux = FluxTransformer2DModel(num_layers=1, num_single_layers=1)
+    assert unsupported(flux) == "blocks of a FluxTransformer2DModel cannot be masked yet"
+
+
+# The rest is about whole edits.
+
+MASK = box_mask((0, 0, 8, 8), SIZE, SIZE)
+SPEC = ResolvedSpec(
+    prompt="a star",
+    num_inference_steps=4,
+    width=SIZE,
+    height=SIZE,
+    seed=3,
+    strength=0.9999,
+    sampler=sampler_of("SD 3.5"),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return load(family_model("SD 3.5"))
+
+
+def edit_order(key: str, *, any_prompt: bool = True, **changes: Any) -> EngineOrder:
+    return masked_order(replace(SPEC, **changes), MASK, image=template(SIZE, SIZE), key=key, any_prompt=any_prompt)
+
+
+def test_later_edits_compute_the_mask_alone_and_plain_requests_beside_them_are_exact(model: Model) -> None:
+    desk, first = EditDesk(model), edit_order("first")
+    drawn = desk.draw(first)
+    assert_close(drawn.latents[0], drawn_alone(model, first).latents[0])
+    assert drawn.record.provenance.mask.recorded
+    plain = EngineOrder(key="plain", spec=replace(SPEC, strength=None, seed=8))
+    drawings = desk.run({0: [edit_order("again"), edit_order("other", prompt="a red heart", seed=4), plain]})
+    again, other = drawings["again"].record.provenance, drawings["other"].record.provenance
+    # Three blocks, two halves, four steps.
+    assert (again.blocks_reused, again.blocks_total) == (other.blocks_reused, other.blocks_total) == (24, 24)
+    assert again.mask.computed_share == other.mask.computed_share < 0.5
+    # Recordings are float16.
+    torch.testing.assert_close(drawings["again"].latents[0], drawn.latents[0], atol=0.02, rtol=0)
+    assert not torch.equal(drawings["other"].latents[0], drawn.latents[0])
+    assert drawings["plain"].record.provenance.mean_group_requests > 1
+    alone = drawn_alone(model, plain)
+    torch.testing.assert_close(drawings["plain"].latents[0], alone.latents[0], atol=1e-5, rtol=0)
+
+
+def test_keys_and_values_are_cached_for_the_recorded_prompt_alone(model: Model) -> None:
+    """They depend on the prompt, unlike those of UNets."""
+    desk = EditDesk(model)
+    desk.draw(edit_order("first"))
+    (recording,) = desk.source.recordings
+
+    def cached_bytes() -> dict[Half, int]:
+        projections = {key.half: recording.projections(step, desk.edits.projections_room) for key, step in steps}
+        return {half: each.size_bytes for half, each in projections.items()}
+
+    steps = list(recording.steps.items())
+    desk.draw(edit_order("other", prompt="a red heart"))
+    assert cached_bytes()[Half.CONDITIONAL] == 0 < cached_bytes()[Half.UNCONDITIONAL]
+    desk.draw(edit_order("same", seed=4))
+    assert cached_bytes()[Half.CONDITIONAL] == cached_bytes()[Half.UNCONDITIONAL]
+    assert {step.prompt for _, step in steps} == {prompt_of(SPEC, half) for half in Half}
+
+
+def test_blocks_are_measured_and_compared_under_two_prompts(model: Model) -> None:
+    desk = EditDesk(model)
+    profile = desk.edits.profile_blocks(desk.engine, 0, 0)
+    assert [block.name for block in profile.blocks] == [f"transformer_blocks.{index}" for index in range(3)]
+    assert all(block.full_s > 0 and min(block.masked_s) > 0 for block in profile.blocks)
+    # Prompts have as many tokens as the request's.
+    desk.draw(edit_order("first", max_sequence_length=20))
+    desk.draw(edit_order("other", prompt="a red heart", any_prompt=False, max_sequence_length=20))
+    assert desk.edits.cosines is not None
+    assert desk.edits.cosines.cosines.keys() == {"transformer_blocks.0", "transformer_blocks.1"}
+    assert 0 < desk.edits.cosines.mean < 1
+
+
+def test_a_small_template_has_the_block_that_saves_most(model: Model) -> None:
+    """The first block has two attentions. One in half precision takes 16 tokens of 32 channels."""
+    desk, forwards = EditDesk(model), 4 * 2
+    desk.edits.template_budget_bytes = forwards * 16 * 32 * 2
+    desk.draw(edit_order("first"))
+    (recording,) = desk.source.recordings
+    assert {name for step in recording.steps.values() for name in step.names} == {"transformer_blocks.0"}
+    again = desk.draw(edit_order("again")).record.provenance
+    assert (again.blocks_reused, again.blocks_total) == (forwards, 3 * forwards)
