@@ -1,11 +1,12 @@
 """What do masked blocks and sparse convolutions gain an edit, by the share of tokens that its mask leaves to compute?
 
 The suite's engine, with and without sparse convolutions, against stock Diffusers' inpainting: a process each, equal
-threads, taking turns, medians. The model has the topology of SDXL or Stable Diffusion 2.1, recordings are in memory,
+threads, taking turns, medians. The model has the topology of SDXL, Stable Diffusion 2.1 or 3, recordings are in memory,
 and masks are squares. First an exact edit is compared with Diffusers', so that what is timed is known to draw the same.
-Last, the network alone: what a forward takes, by what is recorded of it.
+Then the network alone: what a forward takes if outputs of blocks are in memory, and if keys and values are too. Last,
+with a transformer, an edit whose recording is loaded as fast as it computes, as `edit-loading` measures it.
 
-A run takes 20 minutes on two cores.
+A run takes 20 minutes on two cores, and 40 with a transformer.
 """
 
 from __future__ import annotations
@@ -14,59 +15,67 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from load.bench.bench_model import write_bench_model
+from load.bench.bench_model import BenchShape, write_bench_model
+from load.bench.edit_loading import load_by_turns
 from load.bench.edit_model import (
     EDIT_SHAPE,
-    MARGIN,
     RATIOS,
+    SD3_EDIT_SHAPE,
     SD21_EDIT_SHAPE,
     SD21_TOKEN,
-    SIZE,
     TOKEN,
     square_box,
     square_mask,
     template,
     write_template,
 )
+from load.bench.edit_network import CACHINGS, PLAIN, network
 from load.bench.framework import PROMPT, Bench, Option, Sheet, by_turns
 from load.bench.side_process import Answer, Side
 from load.bench.stock import LATENT, stock
+from load.bench.transformer_model import TransformerShape, write_transformer_model
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from bottega.model.rows import Half, Row
-
-SIDES = ("diffusers", "suite", "suite-sparse")
-SHAPES = {"sdxl": EDIT_SHAPE, "sd21": SD21_EDIT_SHAPE}
-TOKENS = {"sdxl": TOKEN, "sd21": SD21_TOKEN}
+DIFFUSERS = "diffusers"
+# The suite's, and the end of their figures' keys. Transformers have no convolutions.
+SIDES = {"suite": "", "suite-sparse": "_sparse"}
+SHAPES: Mapping[str, BenchShape | TransformerShape] = {
+    "sdxl": EDIT_SHAPE,
+    "sd21": SD21_EDIT_SHAPE,
+    "sd3": SD3_EDIT_SHAPE,
+}
+TOKENS = {"sdxl": TOKEN, "sd21": SD21_TOKEN, "sd3": TOKEN}
+# Of tokens that masks have. The square of .19 has less than the .2 of the bar of transformers.
+SHARES = {"sdxl": RATIOS, "sd21": RATIOS, "sd3": (0.05, 0.22)}
 WANTED: Mapping[str, Mapping[str, float]] = {
     "sdxl": {"speedup_19": 2.2, "speedup_19_sparse": 3.0, "speedup_05_sparse": 4.0, "transformer_share": 0.8},
     "sd21": {"speedup_19": 1.3},  # InstGenIE's, on its GPU
+    "sd3": {"speedup_22": 1.9, "plan_over_loadfree": 1.05},  # InstGenIE's, of Flux
 }
 # Of fp32 latents.
 TOLERANCE = 1e-4
-# What is recorded of a forward; nothing of a plain one.
-CACHINGS = ("plain", "outputs", "keys_values")
 # Of all recordings. One template's with sparse convolutions takes 50 MB a step.
 _ACTIVATIONS_BYTES = 4 << 30
-# Tokens of CLIP's prompts.
-_PROMPT_TOKENS = 77
 BENCH = Bench(
     __file__,
     __doc__,
     Option("--rounds", 3, "of all shares, on each side", smallest=1),
-    Option("--steps", 11, "of each edit; one less runs", smallest=3),
+    Option("--steps", 11, "of each edit; of a UNet one less runs", smallest=3),
     Option("--threads", 2, "of each side"),
     Option("--topology", "sdxl", "of the model", choices=tuple(SHAPES)),
-    Option("--shares", list(RATIOS), "of tokens that masks have", choices=RATIOS, smallest=[0.05, 0.19]),
+    Option(
+        "--shares",
+        [],
+        "of tokens that masks have; by default those of the topology",
+        kind=float,
+        choices=tuple(sorted({share for shares in SHARES.values() for share in shares})),
+        smallest=[0.05, 0.22],
+    ),
 )
 
 Edited = Mapping[str, float]
@@ -80,7 +89,13 @@ Rounds = Mapping[float, Mapping[str, Sequence[Edited]]]
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> int:
     """Check an exact edit, record, and draw in turns."""
     model, topology, token = folder / "model", options.topology, TOKENS[options.topology]
-    write_bench_model(model, SHAPES[topology].for_run(smallest=options.smallest))
+    shape, wanted = SHAPES[topology].for_run(smallest=options.smallest), WANTED[topology]
+    convolves = isinstance(shape, BenchShape)
+    if isinstance(shape, BenchShape):
+        write_bench_model(model, shape)
+    else:
+        write_transformer_model(model, shape)
+    names, shares = list(SIDES) if convolves else list(SIDES)[:1], options.shares or SHARES[topology]
     if topology != "sdxl":
         sheet.bench = f"edit-{topology}"
     with ExitStack() as stack:
@@ -91,31 +106,34 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> int:
             )
 
         theirs = partial(_inpaint, side(stock), write_template(folder), options.steps, token)
-        ours = {name: side(engine, sparse=name == SIDES[2], token=token) for name in SIDES[1:]}
+        ours = {name: side(engine, sparse=SIDES[name] == "_sparse", token=token) for name in names}
         sides: dict[str, Ask] = {
-            SIDES[0]: theirs,
+            DIFFUSERS: theirs,
             **{name: partial(each.ask, steps=options.steps) for name, each in ours.items()},
         }
         off = _largest_difference(sides, folder)
-        for name in SIDES[1:]:  # of the least mask: what is recorded is then the template, all but that
-            sides[name](share=min(options.shares), seed=0)
+        for name in names:  # of the least mask: what is recorded is then the template, all but that
+            sides[name](share=min(shares), seed=0)
         found: Rounds = {
-            share: by_turns(
-                {name: partial(_with_seed, ask, share) for name, ask in sides.items()},
-                options.rounds,
-            )
-            for share in options.shares
+            share: by_turns({name: partial(_with_seed, ask, share) for name, ask in sides.items()}, options.rounds)
+            for share in shares
         }
+    bar = f"at most {TOLERANCE:g}"
+    sheet.figure("an exact edit's latent off by", off, "{:.1e}", key="exact_off", bar=bar)
     with Side(network, threads=options.threads, exclusive_cores=True, model=model, token=token) as alone:
-        shares = [alone.ask()["share"] for _ in range(options.rounds + 1)][1:]
+        if convolves:
+            part = median([alone.ask()["share"] for _ in range(options.rounds + 1)][1:])
+            bar = f"at least {wanted['transformer_share']:g}" if "transformer_share" in wanted else ""
+            sheet.figure("transformers' share of a step", part, key="transformer_share", bar=bar)
         forwards = {
             share: by_turns(
-                {name: partial(_forward, alone, share, name) for name in CACHINGS},
-                options.rounds,
+                {name: partial(_forward, alone, share, name) for name in (PLAIN, *CACHINGS)}, options.rounds
             )
-            for share in options.shares
+            for share in shares
         }
-    fill(sheet, found, forwards, transformer_share=median(shares), off=off, wanted=WANTED[topology])
+    fill(sheet, found, forwards, wanted=wanted)
+    if not convolves:
+        _fill_loading(sheet, folder, options, share=max(shares), bar=f"at most {wanted['plan_over_loadfree']:g}")
     if off > TOLERANCE:
         print(f"an exact edit is off by {off:.1e}: nothing of the above counts", file=sys.stderr)
         return 1
@@ -127,53 +145,53 @@ def fill(
     edits: Rounds,
     forwards: Mapping[float, Mapping[str, Sequence[Mapping[str, float]]]],
     *,
-    transformer_share: float,
-    off: float,
-    wanted: Mapping[str, float] = WANTED["sdxl"],
+    wanted: Mapping[str, float],
 ) -> None:
     """Report medians over Diffusers, by share.
 
     Args:
-        forwards: By share and what is recorded: seconds of one forward.
-        transformer_share: Of a plain forward's time.
-        off: The largest difference of an exact edit's latent.
+        forwards: By share and what is in memory: seconds of one forward, and MiB that a recording of it has.
         wanted: Bars by key.
     """
-    bar = f"at most {TOLERANCE:g}"
-    sheet.figure("an exact edit's latent off by", off, "{:.1e}", key="exact_off", bar=bar)
-    bar = f"at least {wanted['transformer_share']:g}" if "transformer_share" in wanted else ""
-    sheet.figure("transformers' share of a step", transformer_share, key="transformer_share", bar=bar)
     for share, by_side in edits.items():
-        name = f"{share * 100:02.0f}"
-
-        def over(
-            side: str,
-            field: str,
-            of: Mapping[str, Sequence[Mapping[str, float]]] = by_side,
-            base: str = SIDES[0],
-        ) -> float:
-            return median(each[field] for each in of[base]) / median(each[field] for each in of[side])
-
+        name, ours = f"{share * 100:02.0f}", [side for side in by_side if side != DIFFUSERS]
+        last = ours[-1]
         what = f"mask {share:g}: tokens computed"
-        sheet.figure(what, by_side[SIDES[2]][0]["computed_share"], "{:.3f}", key=f"computed_share_{name}")
-        sheet.values[f"reused_{name}"] = min(each["reused"] for side in SIDES[1:] for each in by_side[side])
-        for what, key, value in (
-            (f"{share:g}: steps, convolutions in full", f"speedup_{name}", over("suite", "denoise_s")),
-            (f"{share:g}: steps, sparse", f"speedup_{name}_sparse", over(SIDES[2], "denoise_s")),
-            (f"{share:g}: the whole edit, sparse", f"speedup_{name}_sparse_whole", over(SIDES[2], "seconds")),
-            (
-                "one forward, sparse, outputs recorded",
-                f"forward_{name}_outputs",
-                over("outputs", "seconds", forwards[share], "plain"),
-            ),
-            (
-                "one forward, sparse, keys and values recorded",
-                f"forward_{name}_keys_values",
-                over("keys_values", "seconds", forwards[share], "plain"),
-            ),
-        ):
+        sheet.figure(what, by_side[last][0]["computed_share"], "{:.3f}", key=f"computed_share_{name}")
+        sheet.values[f"reused_{name}"] = min(each["reused"] for side in ours for each in by_side[side])
+        rows = [
+            (f"steps, {side}", f"speedup_{name}{SIDES[side]}", _over(by_side, DIFFUSERS, side, "denoise_s"))
+            for side in ours
+        ]
+        whole = _over(by_side, DIFFUSERS, last, "seconds")
+        rows.append((f"the whole edit, {last}", f"speedup_{name}{SIDES[last]}_whole", whole))
+        for caching, what in CACHINGS.items():
+            over = _over(forwards[share], PLAIN, caching, "seconds")
+            rows.append((f"one forward, {what} in memory", f"forward_{name}_{caching}", over))
+        for what, key, value in rows:
             bar = f"at least {wanted[key]:g}" if key in wanted else ""
             sheet.figure(f"    {what}", value, "{:.2f} x", key=key, bar=bar)
+    for caching, what in CACHINGS.items():
+        mib = forwards[share][caching][0]["mib"]
+        sheet.figure(f"a step's {what}, in half precision", mib, "{:.1f} MiB", key=f"step_mib_{caching}")
+
+
+def _over(sides: Mapping[str, Sequence[Mapping[str, float]]], base: str, side: str, field: str) -> float:
+    return median(each[field] for each in sides[base]) / median(each[field] for each in sides[side])
+
+
+def _fill_loading(sheet: Sheet, folder: Path, options: argparse.Namespace, *, share: float, bar: str) -> None:
+    """Report what loading costs, if it takes as long as computing the mask. The store and its link have a core."""
+    loading = argparse.Namespace(
+        rounds=options.rounds,
+        steps=options.steps,
+        share=share,
+        threads=max(1, options.threads - 1),
+        speeds=["doubling"],
+    )
+    measured = load_by_turns(folder, folder / "model", loading)
+    ratio = measured.over_load_free("doubling")
+    sheet.figure("steps with a recording that is loaded, over one in memory", ratio, key="plan_over_loadfree", bar=bar)
 
 
 def _with_seed(ask: Ask, share: float, seed: int) -> Edited:
@@ -200,7 +218,7 @@ def _largest_difference(sides: Mapping[str, Ask], folder: Path) -> float:
         file = folder / f"{name}.safetensors"
         ask(share=0.19, exact=True, latent=str(file))
         latents[name] = load_file(file)[LATENT]
-    theirs = latents.pop(SIDES[0])
+    theirs = latents.pop(DIFFUSERS)
     return max(float((ours - theirs).abs().max()) for ours in latents.values())
 
 
@@ -240,7 +258,15 @@ def engine(*, model: str, sparse: bool, token: int = TOKEN) -> Answer:
 
     def draw(*, share: float, steps: int, seed: int = 0, exact: bool = False, latent: str = "") -> Edited:
         requests.clear()
-        order = edit_order("edit", image, square_mask(share, token), steps=steps, seed=seed, masked=not exact)
+        order = edit_order(
+            "edit",
+            image,
+            square_mask(share, token),
+            steps=steps,
+            seed=seed,
+            masked=not exact,
+            sampler=loaded.defaults.sampler,
+        )
         began_s = perf_counter()
         record = run_orders(running, [order])["edit"]
         seconds = perf_counter() - began_s
@@ -255,140 +281,6 @@ def engine(*, model: str, sparse: bool, token: int = TOKEN) -> Answer:
         }
 
     return draw
-
-
-def network(*, model: str, token: int = TOKEN) -> Answer:
-    """Make the network alone.
-
-    It answers the seconds of one forward of a guided request's two rows, or without a question the share of a plain
-    forward that transformers take.
-    """
-    return Network(Path(model), token).answer
-
-
-class Network:
-    """The network, and what was recorded of it so far."""
-
-    def __init__(self, model: Path, token: int) -> None:
-        import torch
-        from diffusers import UNet2DConditionModel
-
-        from bottega.engine.denoiser import Denoiser
-        from bottega.engine.forward import Network as Networks
-        from bottega.model.backbone import UNetBackbone
-        from bottega.model.rows import Half
-
-        self._token = token
-        self._unet = UNet2DConditionModel.from_pretrained(model, subfolder="unet", torch_dtype=torch.float32).eval()
-        self._backbone = UNetBackbone(self._unet)
-        self._plain = Denoiser(Networks(backbone=self._backbone))
-        self._rows = [_row(self._unet.config, half) for half in Half]
-        self._recorded: dict[str, tuple[Denoiser, list[InMemory]]] = {}
-        self._masks: dict[float, Tensor] = {}
-
-    def answer(self, *, share: float = 0.0, caching: str = "") -> dict[str, float]:
-        """Run one forward.
-
-        Args:
-            share: Of tokens that the mask has, with its margin.
-            caching: One of `CACHINGS`; "" measures transformers.
-        """
-        if not caching:
-            return {"share": self._transformer_share()}
-        return {"seconds": self._plain_s() if caching == "plain" else self._masked_s(share, caching)}
-
-    def _plain_s(self) -> float:
-        return self._plain.predict(self._rows).seconds
-
-    def _masked_s(self, share: float, caching: str) -> float:
-        from bottega.addons.edits.engine.activations import EditActivations
-
-        denoiser, recordings = self._recordings(caching)
-        # Masks stay the same tensors, as in an edit's steps.
-        mask = self._masks.setdefault(share, _computed(share, self._token))
-        edits = [EditActivations(computed=mask, recorded=recorded) for recorded in recordings]
-        rows = [replace(row, activations=edit) for row, edit in zip(self._rows, edits, strict=True)]
-        return float(denoiser.predict(rows).seconds)
-
-    def _recordings(self, caching: str) -> tuple[Any, list[InMemory]]:
-        from bottega.addons.edits.engine.activations import EditActivations
-        from bottega.addons.edits.engine.masked.backbone import MaskedBackbone
-        from bottega.addons.edits.engine.masked.transformer import Caching
-        from bottega.addons.edits.engine.sparse import SparseMaps
-        from bottega.engine.denoiser import Denoiser
-        from bottega.engine.forward import Network as Networks
-
-        if caching not in self._recorded:
-            backbone = MaskedBackbone(self._unet, caching=Caching(caching), maps=SparseMaps())
-            sinks = [InMemory() for _ in self._rows]
-            edits = [EditActivations(sink=sink) for sink in sinks]
-            denoiser = Denoiser(Networks(backbone=self._backbone, strategies=(backbone,)))
-            denoiser.predict([replace(row, activations=edit) for row, edit in zip(self._rows, edits, strict=True)])
-            self._recorded[caching] = denoiser, sinks
-        return self._recorded[caching]
-
-    def _transformer_share(self) -> float:
-        from diffusers.models.transformers.transformer_2d import Transformer2DModel
-
-        times: list[float] = []
-        handles = []
-        for module in self._unet.modules():
-            if isinstance(module, Transformer2DModel):
-                handles.append(module.register_forward_pre_hook(lambda *_: times.append(-perf_counter())))
-                handles.append(module.register_forward_hook(lambda *_: times.append(perf_counter())))
-        seconds = self._plain_s()
-        for handle in handles:
-            handle.remove()
-        return sum(times) / seconds
-
-
-class InMemory:
-    """Recorded activations of one row, all of them in memory."""
-
-    projections = None
-    reused: frozenset[str] = frozenset()
-    waited_s = 0.0
-
-    def __init__(self) -> None:
-        self._outputs: dict[str, Tensor] = {}
-
-    def get(self, name: str) -> Tensor | None:
-        """Return a layer's output."""
-        return self._outputs.get(name)
-
-    stored = get
-
-    def put(self, name: str, output: Tensor) -> None:
-        """Keep a copy."""
-        self._outputs[name] = output.half()
-
-
-def _row(config: Any, half: Half) -> Row:
-    """Return a row with random inputs, of the sizes that the network has."""
-    import torch
-
-    from bottega.model.rows import Embeds, Row
-
-    generator = torch.Generator().manual_seed(half.value)
-    prompt, added = torch.randn(_PROMPT_TOKENS, config.cross_attention_dim, generator=generator), {}
-    if config.addition_embed_type is not None:
-        # Pooled text and six sizes make up what the added embedding takes.
-        pooled = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        added = {"text_embeds": torch.randn(pooled, generator=generator), "time_ids": torch.zeros(6)}
-    embeds = Embeds(prompt=prompt, added=added)
-    sample = torch.randn(config.in_channels, config.sample_size, config.sample_size, generator=generator)
-    return Row(owner=0, step=0, half=half, sample=sample, timestep=torch.tensor(501.0), embeds=embeds)
-
-
-def _computed(share: float, token: int) -> Tensor:
-    """Return the map of latent elements that an edit with this mask computes."""
-    import torch
-
-    from bottega.addons.edits.engine.masked.tokens import dilate
-
-    pixels = SIZE // EDIT_SHAPE.sample_size
-    mask = torch.from_numpy(square_mask(share, token) > 0)[::pixels, ::pixels]
-    return dilate(mask, MARGIN, token // pixels)
 
 
 if __name__ == "__main__":

@@ -114,6 +114,10 @@ class Measured:
         """Return the seconds of an edit's steps."""
         return median(each.steps_s for each in (self.stored[speed] if speed else self.alone)[way])
 
+    def over_load_free(self, speed: str) -> float:
+        """Return the plan's seconds over those of an edit that has nothing to load."""
+        return self.seconds("plan", speed) / self.seconds(LOAD_FREE)
+
     def over_best(self, speed: str) -> float:
         """Return the plan's seconds over those of the best of the other ways, that of computing all included."""
         others = [self.seconds(way, speed) for way in list(WAYS)[:-1]]
@@ -124,6 +128,17 @@ class Measured:
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Record a template, and edit it in turns."""
     write_bench_model(folder / "model", EDIT_SHAPE.for_run(smallest=options.smallest))
+    fill(sheet, load_by_turns(folder, folder / "model", options))
+
+
+def load_by_turns(folder: Path, model: Path, options: argparse.Namespace) -> Measured:
+    """Record a template, and edit it in turns.
+
+    Args:
+        folder: For the store.
+        model: Folder of the model.
+        options: Those of this bench.
+    """
     measured, made_steps = Measured(), options.steps - 1  # of an edit with Diffusers' own strength
     with ExitStack() as stack:
         throttle = stack.enter_context(Throttle(bytes_per_s=_WIRE_BYTES_PER_S, piece_bytes=_PIECE_BYTES))
@@ -135,7 +150,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
             "waiting_bytes": 4 << 30,
         }
         store = stack.enter_context(Services(folder)).start("activations", config).address
-        side = stack.enter_context(Side(engine, threads=options.threads, model=folder / "model", store=store))
+        side = stack.enter_context(Side(engine, threads=options.threads, model=model, store=store))
 
         def edit(way: str, number: int = 0, share: float = options.share) -> Loaded:
             return Loaded(**side.ask(way=way, share=share, steps=options.steps, seed=number))
@@ -158,7 +173,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
                     edited = edit(way, number)
                     measured.stored.setdefault(speed, {}).setdefault(way, []).append(edited)
                     print(f"round {number}, {speed:8} {way:10} {edited}", file=sys.stderr, flush=True)
-    fill(sheet, measured)
+    return measured
 
 
 def _recorded_bytes(store: str) -> float:
@@ -187,7 +202,7 @@ def fill(sheet: Sheet, measured: Measured) -> None:
         plan_s, best = measured.seconds("plan", speed), measured.over_best(speed)
         sheet.figure("    plan over best of the others", best, "{:.3f}", key=f"{speed}_plan_over_best")
         sheet.values[f"{speed}_plan_over_one_by_one"] = plan_s / measured.seconds("one_by_one", speed)
-        sheet.values[f"{speed}_plan_over_loadfree"] = plan_s / free_s
+        sheet.values[f"{speed}_plan_over_loadfree"] = measured.over_load_free(speed)
     found = {"plan_over_best": max(map(measured.over_best, measured.stored))}
     if "doubling" in measured.stored:
         found["plan_over_loadfree"] = sheet.values["doubling_plan_over_loadfree"]
@@ -247,7 +262,7 @@ class EditLoading:
         self._engines[RECORD].warm_up()
         self._edits[RECORD].profile_blocks(self._engines[RECORD], SIZE, SIZE)
         self._planners = planners(self._stores, self._edits[RECORD].times)
-        self._template = template()
+        self._template, self._sampler = template(), loaded.defaults.sampler
         self._edits[RECORD].set_services([ServiceAddress(name="store", address=store)])
         wait_until(lambda: self._stores.linked > 0, "the link to the store", within_s=_LINK_S)
 
@@ -273,7 +288,9 @@ class EditLoading:
 
         edits, before = self._edits[place], dict(self._edits[place].counts)
         mask = square_mask(share)
-        order = edit_order("edit", self._template, mask, steps=steps, seed=seed, masked=way != NO_CACHE)
+        order = edit_order(
+            "edit", self._template, mask, steps=steps, seed=seed, masked=way != NO_CACHE, sampler=self._sampler
+        )
         began_s = perf_counter()
         record = run_orders(self._engines[place], [order])["edit"]
         seconds = perf_counter() - began_s

@@ -11,6 +11,7 @@ import numpy.typing as npt
 import PIL.Image
 
 from load.bench.bench_model import BenchShape
+from load.bench.transformer_model import TransformerShape
 
 # SDXL's topology at a quarter of its width, at 64x64 latents. Its transformers take .8 of a step, so that masked blocks
 # and sparse convolutions each gain what they would of a large model.
@@ -32,10 +33,12 @@ SD21_EDIT_SHAPE = BenchShape(
     sample_size=64,
     text_width=256,
 )
+# Stable Diffusion 3 medium's true width at 1,024 tokens, and four of its 24 blocks.
+SD3_EDIT_SHAPE = TransformerShape(heads=24, blocks=4, sample_size=64)
 SIZE = EDIT_SHAPE.side
 """Pixels a side of a picture."""
 TOKEN = 2 * EDIT_SHAPE.latent_scale
-"""Pixels a side of a token of the finest attention level."""
+"""Pixels a side of a token of the finest attention level, or of Stable Diffusion 3."""
 SD21_TOKEN = SD21_EDIT_SHAPE.latent_scale
 """Pixels a side of such a token in Stable Diffusion 2.1."""
 # Corners of squares lie on multiples of so many pixels, the side of a token of SDXL's coarsest level.

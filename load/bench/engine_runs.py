@@ -20,6 +20,7 @@ from bottega.engine.events import EngineRecord, JobFailed, JobFinished
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import EditSpec, ResolvedSpec
 from bottega.model.model import Model, load_model
+from bottega.model.schedulers import SamplerKind
 from load.bench.framework import GUIDANCE_SCALE, PROMPT
 from load.bench.stock import STRENGTH
 
@@ -56,6 +57,7 @@ def edit_order(
     any_prompt: bool = True,
     prompt: str = PROMPT,
     guidance_scale: float = GUIDANCE_SCALE,
+    sampler: SamplerKind = SamplerKind.EULER,
 ) -> EngineOrder:
     """Return an edit as an engine takes it.
 
@@ -72,6 +74,7 @@ def edit_order(
         width=image.width,
         height=image.height,
         seed=seed,
+        sampler=sampler,
         strength=STRENGTH,
         edit=EditSpec(
             mask_digest=hashlib.sha256(mask.tobytes()).hexdigest(),
