@@ -52,6 +52,8 @@ def attempt_corpus() -> Iterator[Case]:
 
     yield case("a whole order")
     yield from spec_ranges(case)
+    # Only the engine knows that the embedded model has no T5, and these attempts are stopped before.
+    yield from limits(case, "max_sequence_length", (1, 512), (), within="spec.")
     for name in FILLED:
         absent: dict[str, Any] = {name: None}
         yield case(f"without {name}", INVALID, f"spec.{name}", **absent)

@@ -61,6 +61,8 @@ def _drawings(method: str, request: Any) -> Iterator[Case]:
         previewed = image_pb2.GenerateRequest(spec=GenerationSpec(prompt="a star"), preview=True)
         yield case_of(method, "previews", previewed)
     yield from spec_ranges(case)
+    # The embedded model has no T5.
+    yield from limits(case, "max_sequence_length", (), (1, 512), within="spec.")
     yield from limits(case, "request_id", ("", f"x-{method}", f"A-Z_0.9:x-{method}"), _BAD_REQUEST_IDS)
     yield from limits(case, "deadline_s", (60.0, 1e308), (0.0, -1.0, NAN, INF, -INF))
     yield from limits(case, "priority", image_pb2.Priority.values(), (-1, 4, MOST_INT32))

@@ -50,7 +50,7 @@ _RANGES: Bounds = {
     "sampler": ((0, 1, 2, 3, 4), (20, 99, -1)),
     "prompt_syntax": ((0, 1, 2), (3, -1)),
     "clip_skip": ((0, 1), (-1, 101, MOST_INT32)),
-    "max_sequence_length": ((), (-1, 0, 1, 512, 513, MOST_INT32)),
+    "max_sequence_length": ((), (-1, 0, 513, MOST_INT32)),
     **dict.fromkeys(("fidelity", "format"), ((0, 1, 2, 3), (4, -1))),
     "prompt": (_TAKEN_TEXTS, _LONG_TEXTS),
     **dict.fromkeys(_OTHER_TEXTS, (_TAKEN_TEXTS[:3], _LONG_TEXTS)),

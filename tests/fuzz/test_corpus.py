@@ -64,7 +64,6 @@ UNBOUNDED = {
 UNKNOWABLE = {
     "Generate spec.max_sequence_length": "the embedded model has no T5, and refuses it",
     "SubmitJob spec.max_sequence_length": "as above",
-    "RunAttempt spec.max_sequence_length": "as above",
     "ListJobs page_token": "it is made by the page before",
     "RunAttempt spec.techniques.recording": "the gateway refuses every request that has it",
 }
