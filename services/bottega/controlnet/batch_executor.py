@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,7 +41,6 @@ class ResidualStream:
         self._changed = threading.Condition()
         self._residuals: dict[int, tuple[Tensor, Event | None]] = {}
         self._error: BottegaError | None = None
-        self._began_s = self._ended_s = 0.0
 
     @property
     def by_point(self) -> Sequence[Tensor]:
@@ -51,8 +49,15 @@ class ResidualStream:
 
     @property
     def streamed_s(self) -> float:
-        """Seconds between the first residual and the last one so far."""
-        return self._ended_s - self._began_s
+        """Seconds in which the device computed the residuals after the first one; 0 if none were streamed.
+
+        Waits until the device has computed the last one so far.
+        """
+        with self._changed:
+            events = [computed for _, computed in self._residuals.values() if computed is not None]
+        for event in events:
+            event.wait()
+        return events[-1].seconds_since(events[0]) if events else 0.0
 
     def add(self, point: int, residual: Tensor, computed: Event | None = None) -> None:
         """Add a residual.
@@ -63,8 +68,6 @@ class ResidualStream:
             computed: When the device has computed it; None if it has.
         """
         with self._changed:
-            self._ended_s = time.monotonic()
-            self._began_s = self._began_s or self._ended_s
             self._residuals[point] = residual, computed
             self._changed.notify_all()
 
@@ -215,9 +218,7 @@ class BatchExecutor:
         try:
             self._run(group)
         except Exception as error:  # noqa: BLE001 - the boundary of a forward: the next one may succeed
-            again = self._withdraw(group, error)
-            if again and not self._splits(again, error):
-                self._retry_exclusively(again, error)
+            self._end_or_retry(group, error)
             # An error that broke the GPU's context affects all later steps. This call raises it.
             self._device.synchronize()
 
@@ -259,14 +260,10 @@ class BatchExecutor:
         shared = not computes_one_session(rows) or len(rows) < fixed_rows
         stream, streams = ResidualStream(), rows[0].session.net.streams
         outcome = [Residuals(stream=stream, place=place, shared=shared) for place in range(len(group))]
-        try:
-            for point, residual in stream_group(rows, fixed_rows=fixed_rows):
-                stream.add(point, residual, self._device.record() if streams else None)
-                if streams:
-                    self._hand_out(group, outcome)
-        except Exception as error:
-            stream.fail(to_job_failure(error))
-            raise
+        for point, residual in stream_group(rows, fixed_rows=fixed_rows):
+            stream.add(point, residual, self._device.record() if streams else None)
+            if streams:
+                self._hand_out(group, outcome)
         done = self._device.record()
         # Wait for this forward pass only, not for running loads and answers.
         done.wait()
@@ -294,18 +291,26 @@ class BatchExecutor:
                 work.handed_out = True
                 work.done([work.residuals[index] for index in range(len(work.rows))])
 
-    def _withdraw(
-        self, group: Sequence[tuple[StepRequest, int]], error: Exception
-    ) -> Sequence[tuple[StepRequest, int]]:
-        """Take back the residuals of a forward pass that failed, and return the rows that can be computed again.
+    def _end_or_retry(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> None:
+        """End the steps of a failed forward pass that cannot be computed again, and keep the others waiting.
 
-        Steps that were handed out fail, because their residuals were being sent.
+        Steps that were handed out fail, because their residuals were being sent. The others are retried: with fewer
+        rows if memory was short, else one by one. A step that ran alone fails.
         """
-        for work, index in group:
-            work.residuals.pop(index, None)
-        for work in dict.fromkeys(work for work, _ in group if work.handed_out):
-            self._end(work, to_job_failure(error))
-        return [(work, index) for work, index in group if not work.handed_out]
+        smaller = self._splits(group, error)
+        works = list(dict.fromkeys(work for work, _ in group))
+        withdrawn = [work.residuals.pop(index) for work, index in group if index in work.residuals]
+        ended = [work for work in works if work.handed_out or (len(works) == 1 and not smaller)]
+        if ended:
+            failure = to_job_failure(error)
+            for residuals in withdrawn:
+                residuals.stream.fail(failure)
+            for work in ended:
+                self._end(work, failure)
+        if len(ended) < len(works) and not smaller:
+            _log.warning("a batch failed; its steps are retried one by one", extra={"why": type(error).__name__})
+            for work in works:
+                work.retried = True
 
     def _note_time(self, row: ControlRow, rows: int, seconds: float) -> None:
         name = row.session.net.name
@@ -326,16 +331,6 @@ class BatchExecutor:
             return False
         self._memory.note_out_of_memory(_area(row), len(group))
         return self._max_rows_with(row) < len(group)
-
-    def _retry_exclusively(self, group: Sequence[tuple[StepRequest, int]], error: Exception) -> None:
-        """Retry the steps of a failed forward pass one by one. A step that ran alone fails."""
-        works = list(dict.fromkeys(work for work, _ in group))
-        if len(works) > 1:
-            _log.warning("a batch failed; its steps are retried one by one", extra={"why": type(error).__name__})
-            for work in works:
-                work.retried = True
-            return
-        self._end(works[0], to_job_failure(error))
 
     def _end(self, work: StepRequest, error: BottegaError) -> None:
         with self._changed:

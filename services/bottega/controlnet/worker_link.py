@@ -279,6 +279,8 @@ def send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residual
     shapes = tuple(net.layout.shapes(*rows[0].session.latent_size))
     counts = tuple(len(row.session.net.layout.points) for row in rows)
     layout = residuals_layout(len(rows), shapes, net.dtype, counts=counts)
+    for row_residuals in residuals:
+        row_residuals.stream.wait(0, _RESIDUAL_S)  # The worker times the message, less the time of later residuals.
     # In a CUDA stream of this thread, so that the next forward pass does not delay the answer.
     with beside(net.device), link.start_message(layout, Deadline.after(MESSAGE_S)) as outgoing:
         head = tensor_at(layout, outgoing.parts, 0)

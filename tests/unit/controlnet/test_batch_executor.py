@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,15 +14,17 @@ import torch
 
 from bottega.addons.controlnets.engine import ControlNetCache, ControlRow, ControlSession
 from bottega.addons.controlnets.engine.provider import ControlInput
-from bottega.controlnet.batch_executor import BatchExecutor, Residuals, StepRequest
+from bottega.controlnet.batch_executor import BatchExecutor, Residuals, ResidualStream, StepRequest
 from bottega.device.device import Event
 from bottega.device.devices import CpuDevice, CpuEvent
 from bottega.device.memory_plan import MemoryPlan
 from bottega.errors import BottegaError, InternalError, TooLarge
 from bottega.fair_order import Share
+from bottega.model.backbone import POOLED
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half
 from tests.samples.controlnets import control_image, random_controlnet, save, shelf_of
+from tests.samples.family_models import control_networks, family_model
 from tests.support.delayed_device import STEPS, DelayedDevice
 from tests.support.manual_engine import load
 
@@ -181,7 +184,9 @@ def test_tenants_with_steps_at_all_times_share_the_device_by_weight(cache: Contr
     assert ended == {"heavy": 12, "light": 4}
 
 
-def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(cache: ControlNetCache) -> None:
+def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(
+    cache: ControlNetCache, caplog: pytest.LogCaptureFixture
+) -> None:
     outcomes = Outcomes(BatchExecutor(max_rows=16, fixed_rows=8))
     bad = rows(session(cache))
     bad[0].session.halves[Half.UNCONDITIONAL] = Embeds(
@@ -192,6 +197,7 @@ def test_a_forward_that_fails_costs_only_the_step_that_makes_it_fail(cache: Cont
     for _ in range(3):
         outcomes.executor.run_batch(0.0)
     assert isinstance(outcomes.ended["bad"], InternalError)
+    assert logged_errors(caplog) == ["a job failed"], "once, and not for the step that was retried"
     assert [len(row.by_point[0]) for row in residuals(outcomes, "good")] == [8, 8], "it keeps the padding"
 
 
@@ -261,7 +267,13 @@ def test_a_forward_is_waited_for_and_nothing_else_of_the_device(cache: ControlNe
     assert outcomes.executor.seconds - seconds >= 0.05, "as the device took, not as it was enqueued"
 
 
-def test_rows_that_find_no_memory_together_go_in_parts(cache: ControlNetCache) -> None:
+def logged_errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+def test_rows_that_find_no_memory_together_go_in_parts(
+    cache: ControlNetCache, caplog: pytest.LogCaptureFixture
+) -> None:
     memory = MemoryPlan()
     outcomes = Outcomes(BatchExecutor(max_rows=16, memory=memory))
     several = [session(cache) for _ in range(3)]
@@ -282,6 +294,48 @@ def test_rows_that_find_no_memory_together_go_in_parts(cache: ControlNetCache) -
     finally:
         hook.remove()
     assert all(len(residuals(outcomes, str(number))) == 2 for number in range(3))
+    assert not logged_errors(caplog), "every step succeeded"
+
+
+def test_no_memory_after_the_first_residual_makes_later_batches_smaller(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Steps whose residuals were handed out fail. A step with a row in a later batch goes on."""
+    halves = {half: Embeds(prompt=torch.randn(9, 96), added={POOLED: torch.randn(64)}) for half in Half}
+    control = ControlInput(
+        name="net", images=(torch.randn(16, 8, 8),), height=32, width=32, halves=halves, latent_scaling=(0.06, 1.5)
+    )
+    sizes: list[int] = []
+
+    def allocate(_module: object, _positional: object, given: dict[str, torch.Tensor]) -> None:
+        sizes.append(len(given["hidden_states"]))
+        if sizes[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    outcomes = Outcomes(BatchExecutor(max_rows=16))
+    with shelf_of(load(family_model("SD 3")), save({"net": control_networks("SD 3")[0]}, tmp_path)) as cache:
+        (net,) = cache.borrow(["net"]).values.result(LOAD_S)
+        net.network.transformer_blocks[1].register_forward_pre_hook(allocate, with_kwargs=True)
+        for again in (False, True):
+            for number in range(3):
+                sample, timestep = torch.randn(16, 8, 8), torch.tensor(500.0)
+                one = ControlSession(net, control)
+                mine = [ControlRow(session=one, half=half, sample=sample, timestep=timestep) for half in Half]
+                outcomes.submit(f"{number} again" if again else str(number), mine)
+            while outcomes.executor.busy:
+                outcomes.executor.run_batch(0.0)
+    assert sizes == [6, 3, 1, 1, 1, 1], "halves, until they fit"
+    failed = {name for name, outcome in outcomes.ended.items() if isinstance(outcome, TooLarge)}
+    assert failed == {"0", "1", "2", "0 again"}
+    assert len(logged_errors(caplog)) == 2, "once for each batch that failed"
+
+
+def test_the_time_of_streamed_residuals_is_the_devices() -> None:
+    device, stream = DelayedDevice(), ResidualStream()
+    first, last = device.record(), device.record()
+    for point, event in enumerate((first, last)):
+        stream.add(point, torch.zeros(1), event)
+    assert stream.streamed_s == last.seconds_since(first)
 
 
 def test_a_row_that_finds_no_memory_by_itself_is_refused_with_the_reason(cache: ControlNetCache) -> None:
