@@ -58,7 +58,7 @@ def vae_not_finite(what: str, dtype: torch.dtype) -> NotFinite:
     """Return the error of a VAE whose output has NaN or infinity although its input has none.
 
     Args:
-        what: "decoded a latent" or "encoded the image".
+        what: "decoded a latent", "encoded the image" or "encoded a control image".
         dtype: Data type in which it ran.
     """
     if dtype == torch.float32:

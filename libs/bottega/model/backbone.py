@@ -7,6 +7,7 @@ do.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -250,6 +251,8 @@ class Sd3Backbone:
     def __init__(self, transformer: SD3Transformer2DModel) -> None:
         self.network = transformer
         """The transformer, as Diffusers loads it."""
+        positions = transformer.pos_embed.pos_embed
+        self._embed_for_controlnets = copy.deepcopy(transformer.pos_embed, {id(positions): positions})
         self.patch_size = int(transformer.config.patch_size)
         self.blocks: Sequence[Block] = [
             Block(name=f"transformer_blocks.{index}", run=self._joint(index), needs=(index - 1,) if index else ())
@@ -259,7 +262,8 @@ class Sd3Backbone:
     def begin(self, inputs: Inputs) -> Activations:
         network = self.network
         return Activations(
-            hidden=self.tokens(inputs.sample),
+            # Contiguous, as in the network's forward: the last bits of a sum depend on the memory layout.
+            hidden=network.pos_embed(inputs.sample).contiguous(),
             embedding=network.time_text_embed(inputs.timestep, inputs.added[POOLED]),
             context=network.context_embedder(inputs.prompt_embeds),
             size=(inputs.sample.shape[-2], inputs.sample.shape[-1]),
@@ -273,9 +277,11 @@ class Sd3Backbone:
         return int(point / (len(self.blocks) / count))
 
     def tokens(self, sample: Tensor) -> Tensor:
-        """Return latents [rows, channels, height, width] as the embedded tokens that the first block reads."""
-        # Contiguous, as in the network's forward: the last bits of a sum depend on the memory layout.
-        embedded: Tensor = self.network.pos_embed(sample).contiguous()
+        """Return latents [rows, channels, height, width] as the embedded tokens that some ControlNets read.
+
+        As in Diffusers, LoRAs do not change them. Source: StableDiffusion3ControlNetPipeline.
+        """
+        embedded: Tensor = self._embed_for_controlnets(sample).contiguous()
         return embedded
 
     def finish(self, activations: Activations) -> Tensor:

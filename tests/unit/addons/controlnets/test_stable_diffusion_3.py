@@ -33,6 +33,7 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.parallel import pair
 from bottega.engine.request import ActiveControl, Request
 from bottega.engine.spec import ResolvedSpec
+from bottega.errors import NotFinite
 from bottega.model.backbone import POOLED, Sd3Backbone
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row
@@ -196,6 +197,40 @@ def test_a_controlnet_without_embedding_reads_the_models_tokens(remote: bool, tm
             (ours,) = ManualEngine(make_engine(model, TOGETHER, controlnets=local)).draw(order).latents
     theirs = FamilyStock("SD 3.5").latent(order.spec, networks=networks[:1], control_images=[IMAGES["edges"]])
     assert_close(ours, theirs)
+
+
+def test_tokens_for_controlnets_are_embedded_without_loras() -> None:
+    backbone, sample = load(family_model("SD 3.5")).backbone, torch.randn(2, 16, 8, 8)
+    assert isinstance(backbone, Sd3Backbone)
+    layer = backbone.network.pos_embed.proj
+    with torch.inference_mode():
+        before = backbone.tokens(sample)
+        assert torch.equal(before, backbone.network.pos_embed(sample)), "the model's own, before a LoRA is merged"
+        hook = layer.register_forward_hook(lambda _module, _given, output: output + 1.0)
+        layer.weight.data *= 2.0
+        try:
+            assert torch.equal(backbone.tokens(sample), before)
+        finally:
+            layer.weight.data /= 2.0
+            hook.remove()
+
+
+def test_latents_of_a_control_image_that_are_no_numbers_fail_the_job_at_once(
+    model: Model, server: LinkedServer
+) -> None:
+    steps: list[object] = []
+    hooks = [
+        model.vae.encoder.conv_out.register_forward_hook(lambda _module, _given, output: output * float("inf")),
+        model.backbone.network.transformer_blocks[0].register_forward_pre_hook(lambda *given: steps.append(given)),
+    ]
+    try:
+        drawing = Desk(model, Offers(server)).draw(on(controlled("it", "edges"), server))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert isinstance(drawing.error, NotFinite)
+    assert "the VAE encoded a control image to values that are not numbers" in drawing.error.message
+    assert not steps
 
 
 def test_a_block_begins_when_its_residual_has_come(model: Model, server: LinkedServer) -> None:

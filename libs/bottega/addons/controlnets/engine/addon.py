@@ -29,9 +29,10 @@ from bottega.addons.controlnets.engine.sessions import stretched
 from bottega.device.device import run_pieces
 from bottega.engine.addon import EngineAddOn, JobAddOn
 from bottega.engine.encode import Conditions, encode_image_in_pieces
+from bottega.engine.errors import vae_not_finite
 from bottega.engine.events import EngineRecord
 from bottega.engine.forward import Prediction
-from bottega.engine.job import EngineJob, EngineOrder
+from bottega.engine.job import EngineJob, EngineOrder, InputCheck
 from bottega.engine.parallel.remote_rows import OffloadedPart
 from bottega.engine.request import ActiveControl, Request
 from bottega.engine.spans import TracedSpan
@@ -39,6 +40,7 @@ from bottega.engine.spec import ControlSpec
 from bottega.errors import InternalError, Unavailable, Violation
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row
+from bottega.model.vae import encode_dtype
 from bottega.v1.generation_pb2 import RESIDUAL_MODE_PIPELINED, RESIDUAL_MODE_SYNCHRONOUS, ControlNetUse
 
 # Name of the stage of waiting for ControlNets, before the first step and in steps.
@@ -94,6 +96,7 @@ class JobControlNets(JobAddOn):
         self._model = model
         self._encodes = self.prepares_prompt = model.unet is None
         self._latents: dict[int, Tensor] = {}
+        self._checks: list[InputCheck] = []
         self._hosts = read_hosts(order.addons.get(kinds.CONTROLNET, b""))
         if self._hosts and len(self._hosts) != len(order.spec.controlnets):
             rules.refuse([Violation(field=HOSTS_FIELD, description="must be one for each of spec.controlnets")])
@@ -118,11 +121,14 @@ class JobControlNets(JobAddOn):
                 encoded = yield from encode_image_in_pieces(self._model, stretched(image, *size))
                 # Diffusers draws a sample with its global generator, so that a seed gives other pictures each time.
                 self._latents[id(image)] = encoded.mean[0]
+                error = vae_not_finite("encoded a control image", encode_dtype(self._model.vae))
+                self._checks.append(InputCheck(finite=encoded.finite, error=error))
 
     def attach(self, job: EngineJob, conditions: Conditions, now_s: float) -> None:
         """Begin the sessions that the remaining steps need. Raises BottegaError if one can never be opened."""
         self._requests = job.requests
         self.begin(conditions, job.requests)
+        job.inputs.extend(self._checks)
         self._waiting_since_s = now_s
         for request in job.requests:
             request.controls = self.active
