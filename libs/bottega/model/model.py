@@ -301,7 +301,7 @@ def load_model(
         vae=pipeline.vae,
         decoder=decoder,
         memory=memory,
-        prompt_cache=_prompt_cache(memory, prompt_cache_bytes),
+        prompt_cache=_prompt_cache(memory, prompt_cache_bytes if "encode" in roles else 0),
         samplers=_samplers(config, defaults, even_sigmas=family.even_sigmas),
         zeros_for_absent_negative=bool(pipeline.config.get("force_zeros_for_empty_prompt")),
         latent_scale=pipeline.vae_scale_factor,

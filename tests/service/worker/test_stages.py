@@ -229,6 +229,15 @@ def test_weights_of_other_stages_are_not_loaded() -> None:
     together = kib(loaded("encode", "denoise", "decode"))
     assert abs(sum(sizes.values()) - together) <= 3
     assert all(0 < size < together for size in sizes.values())
+    model = load_model(
+        small_model(),
+        name="small",
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        roles=("decode",),
+        prompt_cache_bytes=1 << 20,
+    )
+    assert "prompts" not in model.memory.reserved, "only text encoders fill the cache"
 
 
 def decode_client(parted: Parted) -> StageClient:
