@@ -58,7 +58,7 @@ class EditOptions(TypedDict, total=False):
             tokens.
         clip_skip: Number of last layers of the text encoders to skip, as in Diffusers; the web UI counts one more.
         max_sequence_length: Number of tokens that T5 reads, 1 to 512, of models that have it; by default 256, and 512
-            with Flux.1 dev.
+            with Flux.1 dev and Fill.
         num_inference_steps: Denoising steps, 1 to 200.
         guidance_scale: 0 to 50; guidance is off at 1 or less. Edits without ControlNets may have another default, as in
             Diffusers (models()).
