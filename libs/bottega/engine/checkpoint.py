@@ -24,7 +24,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.samplers import SamplerState
 
-VERSION = 9
+VERSION = 10
 
 # Additional tensors of an edit; see `RequestState`.
 _OF_EDITS = ("image_latent", "noise", "image")
@@ -35,6 +35,7 @@ _SAMPLER, _STEP_CACHE = "sampler.", "step_cache."
 _HEADER = "bottega"
 _DIGEST = "digest"
 _SHARED = "shared_in_half_precision"
+_AS_STOCK = "denoised_as_stock"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +47,8 @@ class SavedJob:
     decisions: Decisions = field(default_factory=dict)
     shared_in_half_precision: bool = False
     """See `EngineJob.shared_in_half_precision`."""
+    denoised_as_stock: bool = True
+    """See `EngineJob.denoised_as_stock`."""
 
 
 class JobCopy:
@@ -84,7 +87,7 @@ def write_checkpoint(model: Model, spec: ResolvedSpec, job: SavedJob) -> bytes:
     loras = [{"name": lora.name, "digest": lora.digest, "scale": lora.scale} for lora in spec.loras]
     decisions = {kind: decision.hex() for kind, decision in job.decisions.items()}
     header = _identity(model, spec) | {"images": images, "loras": loras, "decisions": decisions}
-    header[_SHARED] = job.shared_in_half_precision
+    header[_SHARED], header[_AS_STOCK] = job.shared_in_half_precision, job.denoised_as_stock
     whole = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
     header[_DIGEST] = _digest(header, whole)
     return safetensors.torch.save(whole, metadata={_HEADER: json.dumps(header)})
@@ -106,14 +109,14 @@ def read_checkpoint(data: bytes, model: Model, spec: ResolvedSpec) -> SavedJob:
             raise CheckpointMismatch("it is damaged")
         states = [_state(index, image, tensors) for index, image in enumerate(header["images"])]
         decisions = {kind: bytes.fromhex(decision) for kind, decision in header["decisions"].items()}
-        shared = bool(header[_SHARED])
+        shared, as_stock = bool(header[_SHARED]), bool(header[_AS_STOCK])
     except (safetensors.SafetensorError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointMismatch(f"it is damaged: {type(error).__name__}") from error
     for state in states:
         _check(state, model, spec)
     if len(states) != spec.num_images:
         raise CheckpointMismatch(f"the checkpoint has {len(states)} images, not {spec.num_images}")
-    return SavedJob(images=states, decisions=decisions, shared_in_half_precision=shared)
+    return SavedJob(images=states, decisions=decisions, shared_in_half_precision=shared, denoised_as_stock=as_stock)
 
 
 def _tensors(state: RequestState) -> Iterator[tuple[str, Tensor]]:

@@ -103,6 +103,8 @@ class EngineRecord:
     """Whether neither the engine nor an add-on approximated anything."""
     decoded_as_stock: bool = True
     """Whether the VAE decoded as stock Diffusers does: in one piece and in the same element type."""
+    denoised_as_stock: bool = True
+    """Whether no step was computed with rounded weights."""
     shared_in_half_precision: bool = False
     """Whether a step ran together with other rows in half precision, which rounds differently from stock Diffusers."""
 

@@ -127,6 +127,8 @@ class EngineJob:
     """Whether all of its images so far were decoded as stock Diffusers does."""
     shared_in_half_precision: bool = False
     """Whether, in half precision, a step of its images was not computed alone, in this attempt or before."""
+    denoised_as_stock: bool = True
+    """Whether no step, in this attempt or before, was computed with rounded weights."""
     drawn: set[int] = field(default_factory=set)
     """Indices of the images that have been reported."""
     started: bool = False
@@ -205,6 +207,7 @@ class EngineJob:
             images=[request.state() for request in self.requests],
             decisions={**self.pinned, **self.decided},
             shared_in_half_precision=self.shared_in_half_precision,
+            denoised_as_stock=self.denoised_as_stock,
         )
 
     def check_inputs(self, *, to_the_end: bool = False) -> None:
@@ -324,6 +327,7 @@ class EngineJob:
             provenance=facts,
             seconds=self.seconds,
             decoded_as_stock=self.decoded_as_stock,
+            denoised_as_stock=self.denoised_as_stock,
             # What an earlier attempt reused is not known.
             exact=not (self.order.spec.step_caching and (facts.blocks_reused or self.steps_resumed)),
             shared_in_half_precision=self.shared_in_half_precision,

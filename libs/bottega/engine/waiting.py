@@ -294,6 +294,7 @@ def open_job(
         spans=SpanLog(clock),
         inputs=_input_checks(model, order.spec, conditions, requests),
         shared_in_half_precision=state is not None and state.shared_in_half_precision,
+        denoised_as_stock=not model.operations.rounds_weights and (state is None or state.denoised_as_stock),
     )
     job.check_inputs()
     job.checkpoint_steps = job.steps_done

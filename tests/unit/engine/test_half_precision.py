@@ -16,6 +16,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.fair_order import Share
 from bottega.model.model import Model
+from bottega.model.operations import Operations
 from bottega.model.schedulers import KARRAS, SamplerKind
 from tests.samples.edits import box_mask, edit_order
 from tests.samples.small_model import SIZE, small_model
@@ -115,6 +116,15 @@ def test_a_resumed_job_remembers_whether_its_turns_were_shared(half: Model, comp
     assert resumed.job.steps_resumed == left.steps_done > 0
     assert resumed.record.provenance.mean_group_requests == 1
     assert resumed.record.shared_in_half_precision == company
+
+
+def test_a_resumed_job_remembers_that_its_weights_were_rounded(half: Model) -> None:
+    order = EngineOrder(key="cut", spec=SPEC)
+    rounded = replace(half, operations=Operations(rounds_weights=True))
+    left = ManualEngine(make_engine(rounded, TOGETHER)).draw(order).all(JobCheckpointed)[0]
+    for data, as_stock in ((left.data, False), (b"", True)):
+        resumed = ManualEngine(make_engine(half, TOGETHER)).draw(replace(order, checkpoint=data))
+        assert resumed.record.denoised_as_stock == as_stock
 
 
 # float16 is slow on a CPU. Three steps are the fewest that show what DPM++ remembers.

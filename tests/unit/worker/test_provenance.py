@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -79,7 +80,9 @@ def test_shared_turns_in_half_precision_make_a_picture_approximate(model: Model)
     event = event_of(JobFinished(key=("job", 1), record=record), make_engine(model, EngineLimits()))
     provenance = event.done.provenance
     assert (provenance.exact, provenance.shared_in_half_precision) == (False, True)
-    for otherwise in (replace(record, exact=False), replace(record, decoded_as_stock=False)):
+    for name in ("exact", "decoded_as_stock", "denoised_as_stock"):
+        cause: dict[str, Any] = {name: False}
+        otherwise = replace(record, **cause)
         event = event_of(JobFinished(key=("job", 1), record=otherwise), make_engine(model, EngineLimits()))
         provenance = event.done.provenance
         assert (provenance.exact, provenance.shared_in_half_precision) == (False, False), "it has another cause, too"

@@ -225,7 +225,8 @@ def add_prompt_metrics(beat: engine_pb2.EngineBeat, model: Model) -> None:
 
 def _provenance(event: JobFinished, engine: Engine) -> generation_pb2.Provenance:
     record = event.record
-    exact_if_alone = record.exact and record.decoded_as_stock and engine.model.is_as_stock
+    as_stock = record.denoised_as_stock and record.decoded_as_stock and engine.model.is_as_stock
+    exact_if_alone = record.exact and as_stock
     provenance = generation_pb2.Provenance(
         model_hash=engine.model.digest,
         dtype=engine.model.dtype_name,
