@@ -112,13 +112,14 @@ class MemoryPlan:
             self._set(name, self._reserved.get(name, 0) + change_bytes)
 
     def release(self, name: str) -> None:
-        """Drop a reservation, if there is one with this name."""
+        """Drop what is reserved, or kept on the host, under a name, if there is something."""
         with self._lock:
             self._reserved.pop(name, None)
+            self._on_host.pop(name, None)
         self._refused.clear()
 
     def keep_on_host(self, name: str, size_bytes: int) -> None:
-        """Record bytes of pinned host memory under a name. Raise TooLarge if the host has too few available.
+        """Record bytes of host memory under a name. Raise TooLarge if the host has too few available.
 
         Args:
             size_bytes: Bytes; what an earlier call recorded under the name is taken already.

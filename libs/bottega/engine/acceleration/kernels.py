@@ -321,6 +321,11 @@ class LoraPatch(_KernelOperation):
     def __init__(self) -> None:
         super().__init__("write_sums", ("lora_patch",), _write_sums)
 
+    def unsupported(self, model: Model) -> str:
+        if model.operations.rounds_weights:
+            return "weights.float8 is used, and LoRAs are not merged into rounded weights"
+        return super().unsupported(model)
+
 
 def _write_sums(sums: Iterable[WeightSum]) -> None:
     from bottega.kernels.lora_patch import lora_patch

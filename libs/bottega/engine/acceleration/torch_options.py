@@ -198,7 +198,7 @@ class Float8Weights:
         if model.device.type != "cuda":
             return f"it needs a CUDA device, and the model is on {model.device.type}"
         if find_spec("torchao") is None:
-            return "torchao is not installed"
+            return "torchao is not installed: pip install 'bottega-services[float8]'"
         if (capability := torch.cuda.get_device_capability(model.device)) < _FLOAT8_CAPABILITY:
             own, least = (".".join(map(str, version)) for version in (capability, _FLOAT8_CAPABILITY))
             return f"it needs a device of compute capability {least}, and this one has {own}"
@@ -209,13 +209,13 @@ class Float8Weights:
     def enable(self, model: Model) -> None:
         from torchao.quantization import Float8WeightOnlyConfig, quantize_  # type: ignore[import-not-found]
 
+        layers = [module for module in model.backbone.network.modules() if type(module) is nn.Linear]
+        model.memory.keep_on_host(self.name, sum(layer.weight.nbytes for layer in layers))
         self._model, config = model, Float8WeightOnlyConfig(set_inductor_config=False)
         model.operations.rounds_weights = True
         # Parameters of inference mode could not be written outside of it.
         with torch.inference_mode(False), torch.no_grad():
-            for module in model.backbone.network.modules():
-                if type(module) is not nn.Linear:
-                    continue
+            for module in layers:
                 weight = module.weight
                 self._plain[module] = (weight, weight.data.to("cpu", copy=True))
                 quantize_(module, config)
@@ -235,6 +235,7 @@ class Float8Weights:
                 module.weight = weight
                 module.__dict__.pop("extra_repr", None)  # which torchao sets
         model.memory.grow("model", self._saved_bytes)
+        model.memory.release(self.name)
         self._saved_bytes = 0
         model.operations.rounds_weights = False
 

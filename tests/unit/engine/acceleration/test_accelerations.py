@@ -20,6 +20,7 @@ from bottega.addons.loras.engine.patching import patch_probe
 from bottega.device.heartbeat import Heartbeat
 from bottega.engine.acceleration import torch_options
 from bottega.engine.acceleration.acceleration import Probe
+from bottega.engine.acceleration.kernels import LoraPatch
 from bottega.engine.acceleration.self_check import all_accelerations, candidates
 from bottega.engine.acceleration.torch_options import (
     AttentionBackend,
@@ -276,7 +277,7 @@ def test_float8_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     capability, installed = (8, 6), False
     monkeypatch.setattr(torch_options, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert Float8Weights().unsupported(model) == "torchao is not installed"
+    assert Float8Weights().unsupported(model).startswith("torchao is not installed: pip install")
     installed = True
     assert Float8Weights().unsupported(model) == "it needs a device of compute capability 8.9, and this one has 8.6"
     capability = (8, 9)
@@ -297,12 +298,14 @@ def test_weights_are_in_float8_for_a_while_and_afterwards_as_they_were() -> None
         float8.enable(model)
     assert model.memory.reserved["model"] == (1 << 30) - sum(layer.weight.numel() for layer in layers)
     was_stock = model.is_as_stock
+    assert model.memory.on_host[float8.name] == 2 * sum(layer.weight.numel() for layer in layers)
+    assert LoraPatch().unsupported(model).startswith("weights.float8 is used")
     (rounded,) = forward(model)
     assert not was_stock
     assert 0 < (rounded - before).abs().max() / before.abs().max() < float8.tolerance
     float8.disable()
     float8.disable()
-    assert model.memory.reserved["model"] == 1 << 30
+    assert (model.memory.reserved["model"], dict(model.memory.on_host)) == (1 << 30, {})
     assert model.is_as_stock
     after = model.backbone.network.state_dict()
     assert all(torch.equal(after[name], tensor) for name, tensor in kept.items())

@@ -375,7 +375,7 @@ class LoraWeights:
 
         The second time the copies already exist. The cost of a swap is proportional to the bytes that it changes.
         """
-        if not self._patches:
+        if not self._patches or self._operations.rounds_weights:
             return
         part = self.probe(max_bytes=_PROBE_BYTES)
         for _ in range(2):

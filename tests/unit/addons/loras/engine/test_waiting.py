@@ -17,6 +17,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import InvalidRequest, LoraUnusable, NotFinite, Unavailable
 from bottega.model.model import Model
+from bottega.model.operations import Operations
 from bottega.model_files.family_names import UNET
 from tests.fakes.fake_time import FakeTime
 from tests.samples.engine_loras import STORE_DOWN, Components, LorasByHand, lora_spec, random_layers
@@ -262,3 +263,7 @@ def test_warming_up_measures_both_ways_and_leaves_the_weights_as_they_were(model
     assert lora_weights(engine).patched is None
     for name, tensor in model.backbone.network.state_dict().items():
         assert torch.equal(tensor, before[name])
+    rounded = replace(model, operations=Operations(rounds_weights=True))
+    engine = make_engine(rounded, replace(EAGER, max_rows=2), loras=loras)
+    engine.warm_up()
+    assert lora_weights(engine).swaps == 0, "rounded weights cannot be written"
