@@ -20,7 +20,6 @@ from bottega.addons.controlnets.engine.sessions import (
     process_image,
     run_group,
     stream_group,
-    write_residuals,
 )
 from bottega.model_files.control_layout import ControlLayout, base_layout, read_base_layout
 
@@ -44,5 +43,4 @@ __all__ = [
     "residual_at",
     "run_group",
     "stream_group",
-    "write_residuals",
 ]

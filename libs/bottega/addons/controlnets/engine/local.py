@@ -18,7 +18,6 @@ from bottega.addons.controlnets.engine.sessions import (
     ControlSession,
     computes_one_session,
     run_group,
-    write_residuals,
 )
 from bottega.caching.load_cache import Lease, LoadCache
 from bottega.caching.load_plan import Popularity
@@ -211,6 +210,7 @@ class LocalControlNets:
         for group in groups.values():
             self._run(group)
 
+    @torch.inference_mode()
     def _run(self, group: Sequence[tuple[Row, _LocalSession, ControlSession]]) -> None:
         device = open_device(group[0][0].sample.device)
         began = device.record()
@@ -222,17 +222,14 @@ class LocalControlNets:
         if not computes_one_session(rows) or len(rows) < fixed_rows:
             self._shared.update(row for row, _, _ in group)
         residuals = run_group(rows, fixed_rows=fixed_rows)
-        # In place, because nothing else reads the residuals.
-        slots = [[residual[index] for residual in residuals] for index in range(len(rows))]
-        for _ in write_residuals(residuals, rows, slots):
-            pass
-        for (row, local, _), answer in zip(group, slots, strict=True):
-            self._answers[row, local] = answer
+        for index, (row, local, session) in enumerate(group):
+            # In place, because nothing else reads the residuals.
+            scaled = zip(residuals, session.scales, strict=True)
+            self._answers[row, local] = [residual[index].mul_(scale) for residual, scale in scaled]
         span = Span(begin=began, end=device.record())
         for local in {local for _, local, _ in group}:
             local.computed.add(span)
 
-    @torch.inference_mode()
     def _sample(self, row: Row, session: ControlSession) -> Tensor:
         if not session.net.reads_tokens:
             return row.sample

@@ -198,18 +198,3 @@ def computes_one_session(rows: Sequence[ControlRow]) -> bool:
     return len(rows) == len(session.halves) and {(row.session, row.half) for row in rows} == {
         (session, half) for half in session.halves
     }
-
-
-@torch.inference_mode()
-def write_residuals(
-    residuals: Sequence[Tensor], rows: Sequence[ControlRow], slots: Sequence[Sequence[Tensor]]
-) -> Iterator[int]:
-    """Scale the results of run_group into `slots`. Yield each residual's index when all rows have it, deepest first.
-
-    Args:
-        slots: Targets by row and residual, on the ControlNet's device.
-    """
-    for point in reversed(range(len(residuals))):
-        for index, row in enumerate(rows):
-            torch.mul(residuals[point][index], row.session.scales[point], out=slots[index][point])
-        yield point

@@ -24,7 +24,6 @@ from bottega.addons.controlnets.engine import (
     process_image,
     read_base_layout,
     run_group,
-    write_residuals,
 )
 from bottega.addons.controlnets.engine.network import UNetControlNet
 from bottega.addons.controlnets.engine.provider import ControlInput
@@ -120,19 +119,19 @@ def stock_residuals(
     return [*skips, middle]
 
 
-def written(rows: list[ControlRow], residuals: list[Tensor]) -> list[list[Tensor]]:
-    """What is in slots of their own after all is written, by row and point."""
-    slots = [[torch.full_like(residual[0], torch.nan) for residual in residuals] for _ in rows]
-    for _ in write_residuals(residuals, rows, slots):
-        pass
-    return slots
+def scaled(rows: list[ControlRow], residuals: list[Tensor]) -> list[list[Tensor]]:
+    """The residuals of a group by row and point, each at its session's scale."""
+    return [
+        [residual[index] * scale for residual, scale in zip(residuals, row.session.scales, strict=True)]
+        for index, row in enumerate(rows)
+    ]
 
 
 def assert_equal(ours: list[list[Tensor]], theirs: list[Tensor]) -> None:
     """By row and point against by point."""
     for index, row in enumerate(ours):
-        for slot, residual in zip(row, theirs, strict=True):
-            assert torch.equal(slot, residual[index])
+        for one, residual in zip(row, theirs, strict=True):
+            assert torch.equal(one, residual[index])
 
 
 def test_residuals_of_a_group_are_those_of_the_unmodified_forward(
@@ -140,7 +139,7 @@ def test_residuals_of_a_group_are_those_of_the_unmodified_forward(
 ) -> None:
     controls = [control(net.layout, seed) for seed in (1, 2, 3)]
     rows = [row for seed, each in enumerate(controls, 1) for row in rows_of(ControlSession(net, each), seed)]
-    assert_equal(written(rows, run_group(rows)), stock_residuals(network, controls, rows))
+    assert_equal(scaled(rows, run_group(rows)), stock_residuals(network, controls, rows))
 
 
 def test_a_row_that_is_alone_has_the_residuals_of_a_forward_of_one_row(
@@ -151,7 +150,7 @@ def test_a_row_that_is_alone_has_the_residuals_of_a_forward_of_one_row(
     session = ControlSession(net, one)
     rows = rows_of(session, 1)
     for _ in range(2):  # what it keeps for company does not spoil it
-        assert_equal(written(rows, run_group(rows)), stock_residuals(network, [one], rows))
+        assert_equal(scaled(rows, run_group(rows)), stock_residuals(network, [one], rows))
         session.embedded(2)
 
 
@@ -175,7 +174,7 @@ def test_each_row_has_its_own_scale(net: LoadedControlNet, network: ControlNetMo
     rows = [row for seed, each in enumerate(controls, 1) for row in rows_of(ControlSession(net, each), seed)]
     theirs = stock_residuals(network, controls, rows)
     for row, scale in enumerate([0.3, 0.3, 1.7, 1.7, 1.0, 1.0]):
-        for ours, residual in zip(written(rows, run_group(rows))[row], theirs, strict=True):
+        for ours, residual in zip(scaled(rows, run_group(rows))[row], theirs, strict=True):
             assert torch.equal(ours, residual[row] * scale)
 
 
@@ -185,19 +184,7 @@ def test_in_guess_mode_deeper_residuals_are_stronger_as_in_diffusers(
     guessing = control(net.layout, 1, scale=0.9, guess_mode=True)
     rows = rows_of(ControlSession(net, guessing), 1)
     theirs = stock_residuals(network, [guessing], rows, guess_mode=True, conditioning_scale=0.9)
-    assert_equal(written(rows, run_group(rows)), theirs)
-
-
-def test_residuals_are_written_deepest_first_each_before_it_is_told(net: LoadedControlNet) -> None:
-    rows = rows_of(ControlSession(net, control(net.layout, 1)), 1)
-    residuals = run_group(rows)
-    slots = [[torch.full_like(residual[0], torch.nan) for residual in residuals] for _ in rows]
-    told: list[int] = []
-    for point in write_residuals(residuals, rows, slots):
-        told.append(point)
-        for row in slots:
-            assert [bool(slot.isnan().any()) for slot in row] == [each not in told for each in range(len(residuals))]
-    assert told == list(reversed(range(len(net.layout.points))))
+    assert_equal(scaled(rows, run_group(rows)), theirs)
 
 
 def test_the_base_models_layout_is_read_without_loading_it(base: ControlLayout) -> None:
