@@ -87,6 +87,8 @@ MAX_GUIDANCE_SCALE = 50
 MAX_SEED = 2**53 - MAX_IMAGES
 # Latents kept of one image: 50 steps of SD3 at 1024x1024 in float16, or 200 of SDXL.
 MAX_KEPT_BYTES = 26 << 20
+# State of a job between two steps, which fits into a message; that of a picture is below 1 MiB without step caches.
+MAX_CHECKPOINT_BYTES = 16 << 20
 # Jobs or adapters in one answer.
 MAX_PAGE = 100
 

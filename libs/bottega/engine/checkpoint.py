@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from bottega import rules
 from bottega.device.device import Device, HostCopy
 from bottega.engine.events import Decisions
 from bottega.engine.latent_step import RequestState
@@ -31,6 +32,9 @@ _OF_EDITS = ("image_latent", "noise", "image")
 # Those of models that do not read the mask: their edits put the image back after every step.
 _PUT_BACK = ("image_latent", "noise")
 _SAMPLER, _STEP_CACHE = "sampler.", "step_cache."
+
+# Left to the header within the bound of a checkpoint; decisions have a few KiB.
+_HEADER_BYTES = 256 << 10
 
 _HEADER = "bottega"
 _DIGEST = "digest"
@@ -54,10 +58,14 @@ class SavedJob:
 class JobCopy:
     """A copy of a job's state that is being transferred to the host.
 
-    Later steps make new tensors and do not change it.
+    Later steps make new tensors and do not change it. Step caches are left out if the checkpoint would exceed
+    `rules.MAX_CHECKPOINT_BYTES` with them: a job that is resumed from it then computes its first step in full.
     """
 
     def __init__(self, device: Device, job: SavedJob) -> None:
+        size_bytes = sum(tensor.nbytes for state in job.images for _, tensor in _tensors(state))
+        if size_bytes > rules.MAX_CHECKPOINT_BYTES - _HEADER_BYTES:
+            job = dataclasses.replace(job, images=[dataclasses.replace(each, step_caches={}) for each in job.images])
         self._job = job
         self._copies = [{name: device.to_host(tensor) for name, tensor in _tensors(state)} for state in job.images]
 

@@ -28,6 +28,7 @@ from bottega.engine.times import ForwardTimes, JoinedTimes
 from bottega.model.model import Model
 from bottega.model.packed import packed_backbone
 from bottega.model.rows import Row
+from bottega.model.step_cache import StepCacheMemory
 from bottega.planning import PackedTimes, RowFractions, Shape, StepTimes
 
 # Number of kinds of forward passes that are remembered as compiled. Any further kind counts as new each time.
@@ -239,6 +240,7 @@ def open_denoiser(
         fixed_rows=limits.fixed_rows,
         device=model.runtime,
         operations=model.operations,
+        step_caches=StepCacheMemory(model.memory),
     )
     return Denoiser(
         network,

@@ -25,6 +25,7 @@ from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
 from bottega.model.operations import Operations
 from bottega.model.packed import PackedSd3Backbone
 from bottega.model.rows import Embeds, LoraSet, Row, arranged
+from bottega.model.step_cache import StepCacheMemory
 
 
 class ResidualProvider(Protocol):
@@ -177,6 +178,8 @@ class Network:
     device: Device | None = None
     """Device of the rows; if None, the one that their tensors are on."""
     operations: Operations = field(default_factory=Operations)
+    step_caches: StepCacheMemory = field(default_factory=StepCacheMemory)
+    """Bounds what its rows keep of their steps."""
 
     @property
     def residual_provider(self) -> ResidualProvider:
@@ -221,6 +224,7 @@ class Forward:
         self._backbone = network.backbone_for(self._group)
         self._late: set[Hashable] = set()
         """Owners of rows whose residuals were late."""
+        network.step_caches.count(row.step_cache for row in rows)
         owners = {row.owner for row in self._group}
         self._shared = owners - {None} if len(owners) > 1 else set()
         """See `Prediction.shared`."""
@@ -320,7 +324,8 @@ class Forward:
         for index, row in enumerate(self._group):
             if row.step_cache is not None and row in self._first_steps:
                 first, after = self._first_steps[row]
-                row.step_cache.keep(first, activations.row_of(activations.hidden, index) - after)
+                rest = activations.row_of(activations.hidden, index) - after
+                self._network.step_caches.keep(row.step_cache, first, rest)
 
     def _wait_for_residuals(self, points: tuple[int, ...]) -> set[Hashable]:
         """Return the owners with a row that is late, or whose sender of residuals has failed.

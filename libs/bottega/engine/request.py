@@ -262,6 +262,9 @@ class Request:
         sample = self._sampler.model_input(self.latent, self.evaluation)[0]
         halves = {Half.UNCONDITIONAL: self._conditions.unconditional, Half.CONDITIONAL: self._conditions.conditional}
         active = [control for control in self.controls if control.first <= self.evaluation < control.last]
+        before = self._sampler.step_of(self.evaluation - 1) if self.begun else -1
+        continued = self.loras_from is not None and before >= self.loras_from
+        self._step_caches.enter(self.loras_now, controlled=bool(active), continued=continued)
         return [
             Row(
                 owner=self,
@@ -296,6 +299,12 @@ class Request:
         if self.edit is not None:
             latent, estimate = self.edit.put_back(latent, self._sampler, self.evaluation), self.edit.paste(estimate)
         self.latent, self.estimate = latent, estimate
+        if self.done:
+            self._step_caches.clear()
+
+    def forget_steps(self) -> None:
+        """Release what later steps could reuse."""
+        self._step_caches.clear()
 
     def state(self) -> RequestState:
         """Return a snapshot between two evaluations. Later ones do not change it."""

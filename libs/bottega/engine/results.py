@@ -10,6 +10,7 @@ one has been enqueued.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from bottega import rules
 from bottega.device.device import HostCopy, PausableWork, Span
 from bottega.engine.checkpoint import JobCopy, write_checkpoint
 from bottega.engine.encode import LatentPreview
@@ -31,6 +33,8 @@ from bottega.engine.waiting import WaitingOrders
 from bottega.model.decode import check_decodable, decode_in_pieces
 from bottega.model.model import Model
 from bottega.model.vae import DecodedAs
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,7 +110,10 @@ class Reporter:
             if not (to_the_end or reports[0].ready):
                 return
             report = reports.popleft()
-            yield self._advanced(job, report) if isinstance(report, _Advance) else self._checkpoint(job, report)
+            if isinstance(report, _Advance):
+                yield self._advanced(job, report)
+            elif (checkpoint := self._checkpoint(job, report)) is not None:
+                yield checkpoint
         self.forget(job)
 
     def forget(self, job: EngineJob) -> None:
@@ -126,11 +133,17 @@ class Reporter:
             preview=preview,
         )
 
-    def _checkpoint(self, job: EngineJob, snapshot: _Snapshot) -> JobCheckpointed:
+    def _checkpoint(self, job: EngineJob, snapshot: _Snapshot) -> JobCheckpointed | None:
+        """Return a checkpoint; None if it is too large to be sent."""
         saved = snapshot.copy.take()
         if not all(bool(torch.isfinite(image.latent).all()) for image in saved.images):
             raise not_finite(job.order.spec.loras, job.order.spec.controlnets)
         data = write_checkpoint(self._model, job.order.spec, saved)
+        if len(data) > rules.MAX_CHECKPOINT_BYTES:
+            facts = {"bytes": len(data), "most_bytes": rules.MAX_CHECKPOINT_BYTES}
+            _log.warning("a job's state is too large for a checkpoint; it cannot be resumed elsewhere", extra=facts)
+            job.checkpoint_steps = job.steps_total  # None is due any more: later ones would be as large.
+            return None
         return JobCheckpointed(key=job.key, steps_done=snapshot.steps_done, data=data)
 
 

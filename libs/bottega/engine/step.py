@@ -211,7 +211,8 @@ class Stepper:
         return StepOutcome(jobs=[job for job in jobs if job not in failed and not splits], failed=failed)
 
     def forget(self, request: Request) -> None:
-        """Drop the prediction for half a step, if there is one."""
+        """Drop the prediction for half a step, if there is one, and what later steps could reuse."""
+        request.forget_steps()
         self._halves.pop(request, None)
 
     def note_times(self) -> None:

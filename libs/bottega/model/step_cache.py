@@ -12,9 +12,12 @@ Source: First Block Cache of ParaAttention and Diffusers, after TeaCache (arXiv 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from torch import Tensor
+
+from bottega.device.memory_plan import MemoryPlan
 
 THRESHOLD = 0.05
 """Largest mean change of the first block's residual, relative to its mean, with which a step is reused.
@@ -22,11 +25,16 @@ THRESHOLD = 0.05
 It is the default of Diffusers.
 """
 
+_HOLDER = "step caches"
+# Bound on the caches of an engine, and their share of the memory that is left: 42 guided pictures of SD3 at 1024x1024.
+_MOST_BYTES = 2 << 30
+_SHARE = 8
+
 
 class StepCache:
     """The residuals of one row at the last step that ran in full. It takes memory for two tensors of tokens."""
 
-    __slots__ = ("first", "rest")
+    __slots__ = ("__weakref__", "first", "rest")
 
     def __init__(self) -> None:
         self.first: Tensor | None = None
@@ -48,6 +56,43 @@ class StepCache:
         """Replace the residuals by those of a step that ran in full."""
         self.first, self.rest = first, rest
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.first, self.rest) if tensor is not None)
+
+    def clear(self) -> None:
+        """Forget the step."""
+        self.first = self.rest = None
+
+
+class StepCacheMemory:
+    """The memory of all step caches of an engine. A row for which none is left computes all of its steps in full."""
+
+    def __init__(self, plan: MemoryPlan | None = None) -> None:
+        self._plan = plan or MemoryPlan()
+        self._caches: weakref.WeakSet[StepCache] = weakref.WeakSet()
+        self._counted_bytes = 0
+
+    def count(self, caches: Iterable[StepCache | None] = ()) -> None:
+        """Reserve what all caches take now, with those that are new."""
+        self._caches.update(cache for cache in caches if cache is not None)
+        used_bytes = sum(cache.size_bytes for cache in self._caches)
+        if used_bytes != self._counted_bytes:
+            self._plan.reserve_up_to(_HOLDER, used_bytes, share=1.0)
+            self._counted_bytes = used_bytes
+
+    def keep(self, cache: StepCache, first: Tensor, rest: Tensor) -> None:
+        """Let a cache keep a step that ran in full, or nothing if it does not fit beside the others."""
+        cache.clear()
+        self.count([cache])
+        left_bytes = self._plan.left_bytes
+        most_bytes = _MOST_BYTES
+        if left_bytes is not None:
+            most_bytes = min(most_bytes, (left_bytes + self._counted_bytes) // _SHARE)
+        if self._counted_bytes + first.nbytes + rest.nbytes <= most_bytes:
+            cache.keep(first, rest)
+            self.count()
+
 
 class StepCaches:
     """The step caches of the rows of a request, by the name of their half of guidance.
@@ -59,6 +104,20 @@ class StepCaches:
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
         self._caches: dict[str, StepCache] = {}
+        self._loras: object = None
+        self._restored = False
+
+    def enter(self, loras: object, *, controlled: bool, continued: bool) -> None:
+        """Begin an evaluation. Forget all steps if it is computed with other LoRAs, or with ControlNets.
+
+        Args:
+            loras: The LoRAs of the evaluation; None for none.
+            controlled: Whether a ControlNet is active.
+            continued: Whether the evaluation before, perhaps of another engine, had LoRAs.
+        """
+        if controlled or (loras is not self._loras and not (self._restored and continued)):
+            self.clear()
+        self._loras, self._restored = loras, False
 
     def of(self, half: str) -> StepCache | None:
         """Return the cache of a half; None if its rows may not reuse steps."""
@@ -66,7 +125,8 @@ class StepCaches:
 
     def clear(self) -> None:
         """Forget all steps."""
-        self._caches.clear()
+        for cache in self._caches.values():
+            cache.clear()
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors by name. Later steps do not change them."""
@@ -76,7 +136,8 @@ class StepCaches:
 
     def restore(self, tensors: Mapping[str, Tensor], to_device: Callable[[Tensor], Tensor]) -> None:
         """Continue with the tensors of `state`."""
+        self._restored = True
         for name, tensor in tensors.items():
             half, _, residual = name.partition(".")
-            if (cache := self.of(half)) is not None and residual in StepCache.__slots__:
+            if (cache := self.of(half)) is not None and residual in ("first", "rest"):
                 setattr(cache, residual, to_device(tensor))

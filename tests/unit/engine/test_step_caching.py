@@ -8,20 +8,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from bottega import rules
+from bottega.device.memory_plan import MemoryPlan
+from bottega.engine import checkpoint
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.encode import encode_prompts
 from bottega.engine.events import JobCheckpointed
 from bottega.engine.forward import Network
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
-from bottega.engine.request import Request
+from bottega.engine.request import ActiveControl, Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.model import step_cache
 from bottega.model.model import Model
 from bottega.model.packed import packed_backbone
+from bottega.model.rows import LoraSet
 from bottega.model.schedulers import SamplerKind
 from bottega.planning import PackedTimes
 from tests.samples.edits import box_mask, edit_order, template
@@ -145,6 +150,87 @@ def test_a_resumed_request_reuses_the_same_steps(model: Model) -> None:
         assert torch.equal(resumed.latents[0], unbroken.latents[0])
         assert not resumed.record.exact, "the steps before may have reused others"
         assert resumed.record.provenance.blocks_total == 2 * BLOCKS * (SPEC.num_inference_steps - left.steps_done)
+
+
+def test_a_checkpoint_has_no_step_caches_that_are_too_large_for_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    order = EngineOrder(key="it", spec=SPEC)
+    often = EngineLimits(max_rows=2, checkpoint_interval_s=0.0)
+    unbroken = draw(model, order, often)
+    tensors = safetensors.torch.load(unbroken.all(JobCheckpointed)[4].data)
+    caches = {name for name in tensors if "step_cache" in name}
+    assert len(caches) == 4
+    least_bytes = sum(tensor.nbytes for name, tensor in tensors.items() if name not in caches)
+    monkeypatch.setattr(rules, "MAX_CHECKPOINT_BYTES", least_bytes + checkpoint._HEADER_BYTES)
+    left = draw(model, order, often).all(JobCheckpointed)[4]
+    assert set(safetensors.torch.load(left.data)) == set(tensors) - caches
+    resumed = draw(model, replace(order, checkpoint=left.data), often)
+    assert resumed.record.provenance.blocks_total == 2 * BLOCKS * (SPEC.num_inference_steps - left.steps_done)
+    assert torch.isfinite(resumed.latents[0]).all()
+
+    monkeypatch.setattr(rules, "MAX_CHECKPOINT_BYTES", 1000)
+    without = draw(model, order, often)
+    assert not without.all(JobCheckpointed)
+    assert torch.equal(without.latents[0], unbroken.latents[0])
+    assert sum("too large for a checkpoint" in record.message for record in caplog.records) == 1
+
+
+def open_request(model: Model, seed: int = 3) -> Request:
+    spec = replace(SPEC, seed=seed)
+    return Request(model, spec, encode_prompts(model, spec))
+
+
+def test_other_loras_or_controlnets_make_steps_stale(model: Model) -> None:
+    denoiser, request = Denoiser(Network(backbone=model.backbone)), open_request(model)
+
+    def kept(of: Request) -> list[bool]:
+        return [bool(row.step_cache and row.step_cache.first is not None) for row in of.rows()]
+
+    def resumed() -> Request:
+        made = Request(model, SPEC, encode_prompts(model, SPEC), resume=request.state())
+        made.loras, made.loras_from = request.loras, request.loras_from
+        return made
+
+    def step() -> None:
+        request.advance({row.half: noise for row, noise in denoiser.predict(request.rows()).noise.items()})
+
+    assert kept(request) == [False, False]
+    step()
+    assert kept(request) == kept(request) == [True, True]
+    request.loras, request.loras_from = LoraSet(key=(), components={}), request.step
+    assert kept(resumed()) == [False, False]
+    assert kept(request) == [False, False]
+    step()
+    assert kept(request) == [True, True]
+    assert kept(resumed()) == [True, True]
+    at = request.evaluation
+    request.controls = (ActiveControl(handle="net", first=at, last=at + 1),)
+    request.rows()
+    request.controls = ()
+    assert kept(request) == [False, False]
+
+
+def test_step_caches_have_a_bound_and_end_with_their_request(model: Model) -> None:
+    plan = MemoryPlan(0)
+    measured = step_cache.StepCacheMemory()
+    first, second = open_request(model), open_request(model, 4)
+    Denoiser(Network(backbone=model.backbone, step_caches=measured)).predict(first.rows())
+    pair_bytes = sum(row.step_cache.size_bytes for row in first.rows() if row.step_cache)
+    assert pair_bytes > 0
+    first.forget_steps()
+    plan.budget_bytes = 8 * pair_bytes + 7
+    denoiser = Denoiser(Network(backbone=model.backbone, step_caches=step_cache.StepCacheMemory(plan)))
+    for request, reused in ((first, 2), (second, 0)):
+        denoiser.predict(request.rows())
+        assert len(denoiser.predict(request.rows()).reused) == reused
+        assert plan.reserved["step caches"] == pair_bytes
+    first.forget_steps()
+    denoiser.predict(second.rows())
+    assert len(denoiser.predict(second.rows()).reused) == 2
+    second.forget_steps()
+    denoiser.predict(open_request(model, 5).rows()[:1])
+    assert plan.reserved["step caches"] == pair_bytes // 2
 
 
 def test_where_steps_cannot_be_reused_they_are_computed(model: Model) -> None:

@@ -26,12 +26,11 @@ from bottega.gateway.jobs.values import JobCheckpoint
 from bottega.gateway.signing import SigningFiles
 from bottega.rpc.channel import MAX_ATTEMPT_MIB, Target
 from bottega.rpc.status import from_job_error
+from bottega.rules import MAX_CHECKPOINT_BYTES
 from bottega.v1 import worker_pb2
 
 # Number of completed attempts that are remembered, because reports that are on their way may still list them.
 _JUST_COMPLETED = 256
-# Upper bound on a checkpoint; that of a picture is below 1 MiB.
-_MAX_CHECKPOINT_BYTES = 16 << 20
 # Upper bound on a request to a worker: the message limit, less the size of the deadline and other small fields.
 _MAX_REQUEST_BYTES = (MAX_ATTEMPT_MIB << 20) - (64 << 10)
 # Upper bound on decisions, which are stored with the job; each is some numbers.
@@ -307,11 +306,7 @@ class Dispatcher:
 
     def _keep_checkpoint(self, member: Member, news: worker_pb2.WatchCheckpointsResponse) -> None:
         attempt = self._attempts.get(news.attempt.job_id)
-        if (
-            attempt is not None
-            and attempt.connection.member is member
-            and len(news.checkpoint) <= _MAX_CHECKPOINT_BYTES
-        ):
+        if attempt is not None and attempt.connection.member is member and len(news.checkpoint) <= MAX_CHECKPOINT_BYTES:
             checkpoint = JobCheckpoint(steps_done=news.steps_done, data=news.checkpoint)
             if attempt.job.set_checkpoint(news.attempt.number, checkpoint):
                 self._observer.attempt_saved(attempt.job)
