@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,21 +42,24 @@ class Projections:
 
 
 class KeptProjections(Protocol):
-    """Cached projections of one recorded step, by the name of their block.
+    """Cached projections of one recorded step, by the name of their attention.
 
     They can be computed again from the recording, so they are cached only on devices where that is slow.
     """
 
     def get(self, name: str) -> Projections | None:
-        """Return the projections of a block; None if they are not cached."""
+        """Return the projections of an attention; None if they are not cached."""
         ...
 
-    def has_room(self, name: str, size_bytes: int) -> bool:
-        """Return whether `put` would accept `size_bytes` for a block."""
+    def has_room(self, sizes_bytes: Mapping[str, int]) -> bool:
+        """Return whether `put` would accept projections of these sizes, by their names."""
         ...
 
-    def put(self, name: str, projections: Projections) -> None:
-        """Cache projections, if there is enough memory. They must not be changed from now on."""
+    def put(self, projections: Mapping[str, Projections]) -> None:
+        """Cache the projections of one block by their names: all, or none if there is too little memory.
+
+        They must not be changed from now on.
+        """
         ...
 
 

@@ -180,6 +180,26 @@ def test_cached_keys_and_values_give_the_same_with_less_work(network: SD3Transfo
         assert distance(ours, wanted) < EXACT
 
 
+def test_a_blocks_attentions_are_cached_together_or_not_at_all() -> None:
+    """The first block and the last one have two."""
+    network = small_joint()
+    edit, recorded = edit_of(network, SMALL)
+    names = [name for name, module in network.named_modules() if name.endswith((".attn", ".attn2"))]
+
+    def cached(room_bytes: int) -> StepProjections:
+        kept = StepProjections(ProjectionsRoom(left_bytes=room_bytes))
+        noise_of(network, masked(edit, replace(recorded, projections=kept), SMALL))
+        return kept
+
+    each_bytes = cached(1 << 30).size_bytes // len(names)
+    held = [
+        [name.removeprefix("transformer_blocks.") for name in names if kept.get(name)]
+        for kept in (cached(each_bytes * count) for count in range(len(names) + 1))
+    ]
+    first, middle, last = ["0.attn", "0.attn2"], ["1.attn"], ["2.attn", "2.attn2"]
+    assert held == [[], middle, first, first + middle, first + middle, first + middle + last]
+
+
 def test_a_block_that_was_not_recorded_is_computed_in_full(network: SD3Transformer2DModel) -> None:
     row = plain_row(1)
     recorded = recorded_of(network, row, torch.float32)

@@ -137,11 +137,11 @@ def of_bytes(count: int) -> Projections:
 def test_their_room_shrinks_by_what_is_kept_and_a_newer_one_takes_the_older_ones_place() -> None:
     room = ProjectionsRoom(left_bytes=1000)
     kept = StepProjections(room)
-    kept.put("one", of_bytes(800))
-    kept.put("two", of_bytes(800))
+    kept.put({"one": of_bytes(800)})
+    kept.put({"two": of_bytes(800)})
     assert (kept.get("two"), kept.size_bytes) == (None, 800)
     newer = of_bytes(800)
-    kept.put("one", newer)
+    kept.put({"one": newer})
     assert (kept.get("one"), kept.size_bytes, room.left_bytes) == (newer, 800, 200)
 
 
@@ -181,7 +181,7 @@ def test_they_count_in_the_budget_and_go_before_any_recording_does() -> None:
     old, new = a_recording(memory, "old"), a_recording(memory, "new")
     (step,) = old.all_steps
     kept = old.projections(step, ProjectionsRoom(left_bytes=memory.spare_bytes))
-    kept.put("block", of_bytes(800))
+    kept.put({"block": of_bytes(800)})
     assert (old.held_bytes, memory.spare_bytes) == (900, 0)
     assert memory.make_room(700)
     assert (old.held_bytes, memory.spare_bytes) == (100, 800)
@@ -192,7 +192,7 @@ def test_they_count_in_the_budget_and_go_before_any_recording_does() -> None:
 def test_a_step_that_is_replaced_takes_them_with_it() -> None:
     recording = a_recording(MemoryActivations(1000), "t")
     (key,) = recording.steps
-    recording.projections(recording.steps[key], ProjectionsRoom(left_bytes=800)).put("block", of_bytes(800))
+    recording.projections(recording.steps[key], ProjectionsRoom(left_bytes=800)).put({"block": of_bytes(800)})
     recording.add(key, {"block": torch.zeros(50, 1, dtype=torch.float16)}, torch.ones(4, 4, dtype=torch.bool))
     assert recording.held_bytes == 100
 

@@ -8,7 +8,7 @@ cached for later edits of the template.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from diffusers.models.attention_processor import Attention
@@ -73,11 +73,11 @@ def project_block(
         whole = made.packing.merge(made.items, made.recorded)
         forward.put(start.before, whole)
     projected = []
-    for (name, attention), normed in zip(start.attentions.items(), start.norm(whole, None), strict=True):
+    for attention, normed in zip(start.attentions.values(), start.norm(whole, None), strict=True):
         keys, values = normed_heads(attention.norm_k, attention.to_k(normed), attention.heads), attention.to_v(normed)
-        keep_projections(name, start.size, made, (keys, values), forward)
         queries = _queries(attention, packing.pack(normed), packing, forward)
         projected.append(Projected(queries=queries, keys=keys, values=values))
+    keep_projections(start, made, projected, forward)
     return made.items if made is not None and made.packing is packing else packing.pack(whole), projected
 
 
@@ -210,48 +210,49 @@ def kept_projections(
 
 
 def keep_projections(
-    path: str,
-    size: tuple[int, int],
-    made: PackedTokens | None,
-    projected: tuple[Tensor, Tensor],
-    forward: MaskedActivations,
+    start: BlockStart, made: PackedTokens | None, projected: Sequence[Projected], forward: MaskedActivations
 ) -> None:
     """Cache a block's keys and values that depend only on recordings, for later edits of the template.
 
     They belong to the tokens that were not computed, and are the same weights applied to the recorded output of the
     block before. A transformer's first block uses its recorded input instead, if there is one, because whole
-    convolutions mix computed elements into it.
-
-    Args:
-        projected: Keys and values, [rows, tokens, channels] each.
+    convolutions mix computed elements into it. Those of all the block's attentions are cached, or of none, because
+    they are only read together.
     """
     if made is None:
         return
-    size_bytes = sum(each[0].nbytes for each in projected)
+    pairs = {name: (each.keys, each.values) for name, each in zip(start.attentions, projected, strict=True)}
+    sizes_bytes = {name: keys[0].nbytes + values[0].nbytes for name, (keys, values) in pairs.items()}
     stores = [
-        store if store is not None and store[1].has_room(path, size_bytes) else None
-        for store in _stores(size, made, forward)
+        store if store is not None and store[1].has_room(sizes_bytes) else None
+        for store in _stores(start.size, made, forward)
     ]
     if not any(stores):
         return
     # Copied, because a view would keep the whole group's tensor alive. Both halves of a lone request are one piece, so
     # that one copy merges them.
     lone = len(stores) <= _HALVES
-    copies = [each.clone() if lone else each for each in projected]
-    for store, keys, values in zip(stores, *copies, strict=True):
+    if lone:
+        pairs = {name: (keys.clone(), values.clone()) for name, (keys, values) in pairs.items()}
+    for row, store in enumerate(stores):
         if store is None:
             continue
         computed, kept = store
-        before = kept.get(path)
-        found = Projections(
-            keys=keys if lone else keys.clone(), values=values if lone else values.clone(), unknown=computed.bits
-        )
-        if before is not None:
-            # Tokens that an earlier edit did not compute keep its values.
-            inside = computed.mask.flatten()
-            found.keys[inside], found.values[inside] = before.keys[inside], before.values[inside]
-            found = replace(found, unknown=computed.bits & before.unknown)
-        kept.put(path, found)
+        found = {}
+        for name, (keys, values) in pairs.items():
+            of_row = (keys[row], values[row]) if lone else (keys[row].clone(), values[row].clone())
+            found[name] = _with_earlier(kept.get(name), of_row, computed)
+        kept.put(found)
+
+
+def _with_earlier(before: Projections | None, projected: tuple[Tensor, Tensor], computed: TokenSet) -> Projections:
+    """Return a row's keys and values to cache. Tokens that an earlier edit did not compute keep its values."""
+    keys, values = projected
+    if before is None:
+        return Projections(keys=keys, values=values, unknown=computed.bits)
+    inside = computed.mask.flatten()
+    keys[inside], values[inside] = before.keys[inside], before.values[inside]
+    return Projections(keys=keys, values=values, unknown=computed.bits & before.unknown)
 
 
 def _stores(

@@ -154,17 +154,17 @@ class StepProjections:
     def get(self, name: str) -> Projections | None:
         return self._kept.get(name)
 
-    def has_room(self, name: str, size_bytes: int) -> bool:
-        return self._more_bytes(name, size_bytes) <= self._room.left_bytes
+    def has_room(self, sizes_bytes: Mapping[str, int]) -> bool:
+        return self._more_bytes(sizes_bytes) <= self._room.left_bytes
 
-    def put(self, name: str, projections: Projections) -> None:
-        more_bytes = self._more_bytes(name, projections.size_bytes)
+    def put(self, projections: Mapping[str, Projections]) -> None:
+        more_bytes = self._more_bytes({name: each.size_bytes for name, each in projections.items()})
         if more_bytes > self._room.left_bytes:
             return
-        self._kept[name] = projections
+        self._kept.update(projections)
         self.size_bytes += more_bytes
         self._room.left_bytes -= more_bytes
 
-    def _more_bytes(self, name: str, size_bytes: int) -> int:
-        before = self._kept.get(name)
-        return size_bytes - (before.size_bytes if before is not None else 0)
+    def _more_bytes(self, sizes_bytes: Mapping[str, int]) -> int:
+        before = (self._kept[name].size_bytes for name in sizes_bytes if name in self._kept)
+        return sum(sizes_bytes.values()) - sum(before)
