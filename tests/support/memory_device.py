@@ -13,16 +13,20 @@ from bottega.model.model import Model
 
 
 class MemoryDevice(CpuDevice):
-    """total_bytes: it has. limit_bytes: for this process, where one was set. Whoever computes on it calls `take`."""
+    """size_bytes: it has. held_bytes: of other processes. limit_bytes: for this process, where one was set. Whoever computes on it calls `take`."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, size_bytes: int) -> None:
         super().__init__()
-        self.total_bytes = total_bytes
+        self.size_bytes = size_bytes
+        self.held_bytes = 0
         self.limit_bytes: int | None = None
         self._peak_bytes = 0
 
     def free_bytes(self) -> int | None:
-        return self.total_bytes
+        return self.size_bytes - self.held_bytes
+
+    def total_bytes(self) -> int | None:
+        return self.size_bytes
 
     def limit_memory(self, size_bytes: int) -> None:
         self.limit_bytes = size_bytes
@@ -34,7 +38,7 @@ class MemoryDevice(CpuDevice):
 
     def take(self, size_bytes: int) -> None:
         """Something needs so much for a moment. Raises torch.OutOfMemoryError, as a GPU's allocator does."""
-        if size_bytes > (self.limit_bytes or self.total_bytes):
+        if size_bytes > (self.limit_bytes or self.size_bytes):
             raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size_bytes} bytes")
         self._peak_bytes = max(self._peak_bytes, size_bytes)
 

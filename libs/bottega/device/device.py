@@ -97,6 +97,10 @@ class Device(Protocol):
         """Return the free bytes of the device; None on a CPU."""
         ...
 
+    def total_bytes(self) -> int | None:
+        """Return all bytes of the device, free or not; None on a CPU."""
+        ...
+
     def allocated_bytes(self) -> int | None:
         """Return how many bytes of the device this process's tensors use; None on a CPU."""
         ...

@@ -141,6 +141,9 @@ class CpuDevice:
     def free_bytes(self) -> int | None:
         return None
 
+    def total_bytes(self) -> int | None:
+        return None
+
     def allocated_bytes(self) -> int | None:
         return None
 
@@ -278,6 +281,10 @@ class CudaDevice:
     def free_bytes(self) -> int | None:
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         return int(free)
+
+    def total_bytes(self) -> int | None:
+        _, total = torch.cuda.mem_get_info(self.torch_device)
+        return int(total)
 
     def allocated_bytes(self) -> int | None:
         return int(torch.cuda.memory_allocated(self.torch_device))

@@ -269,12 +269,14 @@ class MemoryPlan:
         return facts | {"device_memory_mib": str(self.budget_bytes // _MIB)}
 
 
-def open_memory_plan(device: Device, budget_mib: int) -> MemoryPlan:
+def open_memory_plan(device: Device, budget_mib: int, *, share: float = 1.0) -> MemoryPlan:
     """Return the memory plan of a device. Call it before anything is on the device.
 
     Args:
         device: The device.
         budget_mib: Memory for this process in MiB; 0 for all that is free, minus a reserve.
+        share: Without a budget, the largest share of the whole device for this process, in (0, 1]. A share of what is
+            free would depend on which of several processes starts first.
 
     Raises:
         ValueError: The device does not have so much, or is a CPU.
@@ -291,8 +293,11 @@ def open_memory_plan(device: Device, budget_mib: int) -> MemoryPlan:
     if budget_mib:
         device.limit_memory(budget_mib * _MIB)
         return MemoryPlan(budget_mib * _MIB, available=available_bytes)
-    reserve_bytes = max(_LEAST_RESERVE_BYTES, round(_RESERVE_SHARE * free_bytes))
-    return MemoryPlan(free_bytes - reserve_bytes, available=available_bytes)
+    most_bytes = min(free_bytes, int(share * (device.total_bytes() or free_bytes)))
+    budget_bytes = most_bytes - max(_LEAST_RESERVE_BYTES, round(_RESERVE_SHARE * most_bytes))
+    if share < 1:
+        device.limit_memory(max(0, budget_bytes))
+    return MemoryPlan(budget_bytes, available=available_bytes)
 
 
 # Rarely, because a driver may take a millisecond to answer.

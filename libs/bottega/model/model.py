@@ -243,6 +243,7 @@ def load_model(
     text: Mapping[str, TextEncoderSettings] = MappingProxyType({}),
     prompt_cache_bytes: int = 0,
     device_memory_mib: int = 0,
+    device_memory_share: float = 1.0,
     variant: str = "",
     vae_folder: Path | None = None,
     reporter: StartReporter | None = None,
@@ -260,6 +261,7 @@ def load_model(
         text: Settings of text encoders, by part.
         prompt_cache_bytes: See TextCache. On a small device it gets less.
         device_memory_mib: See `open_memory_plan`.
+        device_memory_share: See `open_memory_plan`.
         variant: See `check_model_folder`.
         vae_folder: Folder of a VAE that replaces the model's own.
         reporter: Receives the progress of loading.
@@ -279,7 +281,7 @@ def load_model(
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
     transformers_logging.disable_progress_bar()
-    memory = open_memory_plan(runtime, device_memory_mib)
+    memory = open_memory_plan(runtime, device_memory_mib, share=device_memory_share)
     reporter = reporter or silent_reporter()
     target = Placement(device=runtime.torch_device, dtype=dtype, on_read=reporter.advance)
     with _Hashing(report, preset, known_digests, _text_dtypes(text, dtype)) as hashing:

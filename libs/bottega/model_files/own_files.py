@@ -16,7 +16,7 @@ _PICKLES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
 _PICKLE = "it is pickled, and only safetensors are opened; convert it"
 _BAD_NAME = f"nobody can ask for its name; rename it: {rules.ADAPTER_NAMES}"
 _SAME_NAME = "it has the name of another file or folder here; rename one of them"
-_SAME_NAME_OF_MODELS = "it has the name of one of the model {}; rename one of them"
+_SAME_NAME_OF_MODELS = "the model {} has an adapter of the same name; rename one of them"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

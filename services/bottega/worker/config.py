@@ -205,6 +205,8 @@ class EngineConfig:
     """
     device_memory_mib: NotNegative = 0
     """Upper bound in MiB on the GPU memory of the worker. 0: the memory that is free at its start, less a reserve."""
+    device_memory_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Largest share of the GPU's memory for the worker, if device_memory_mib is 0: one half for one of two workers."""
     compile_s: Seconds = 300.0
     """Seconds that the first forward pass of a batch shape may take on a GPU before the engine counts as hung."""
     threads: NotNegative = 0

@@ -8,7 +8,7 @@ _COUNT = ServiceOption(name="workers", help="Worker processes of each model.", d
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
-    threads = suite.threads_of(suite.options[_COUNT.name])
+    workers = suite.options[_COUNT.name]
     model = suite.models[int(name.rpartition("-")[2]) % len(suite.models)]
     return {
         "name": name,
@@ -20,7 +20,8 @@ def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
             "model_name": model.name,
             "device": suite.device,
             "dtype": suite.dtype,
-            "threads": threads,
+            "threads": suite.threads_of(workers),
+            "device_memory_share": 1 / workers,  # they have the same device
             **({"vae": {"folder": suite.vae}} if suite.vae else {}),
         },
     }

@@ -148,6 +148,7 @@ def test_several_models_have_their_workers_and_adapters_in_one_suite(tmp_path: P
     assert [engine["model_name"] for engine in workers] == ["miniature", "ours"] * 2
     assert [engine["model"] for engine in workers[:2]] == ["miniature", str(mine)]
     assert {engine["threads"] for engine in workers} == {max(1, len(os.sched_getaffinity(0)) // 4)}
+    assert {engine["device_memory_share"] for engine in workers} == {0.25}
     loras, nets = configs["loras"], configs["controlnet-0"]
     assert loras["bases"] == {"miniature": str(WEIGHTS), "ours": str(mine)}
     bases = dict.fromkeys(("checked", "dusk", "striped"), "miniature") | {"ink": "ours"}
@@ -156,7 +157,7 @@ def test_several_models_have_their_workers_and_adapters_in_one_suite(tmp_path: P
         "canny": str(mine / "controlnets" / "canny"),
         **{name: str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")},
     }
-    taken = "it has the name of one of the model miniature; rename one of them"
+    taken = "the model miniature has an adapter of the same name; rename one of them"
     assert (loras["left_out"], nets["left_out"]) == ({"dusk": taken}, {"edges": taken})
     assert configs["cache"]["profiles"] == [str(WEIGHTS / "cache_profile.json"), str(mine / "cache_profile.json")]
 

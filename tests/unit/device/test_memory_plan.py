@@ -71,6 +71,21 @@ def test_without_a_budget_it_is_what_is_free_less_a_reserve_and_a_configured_one
     assert device.limit_bytes == 8000 * MIB
 
 
+def test_workers_that_share_a_device_plan_with_no_more_than_it_has_in_any_order() -> None:
+    """One that starts again beside the other gets as much as before."""
+    device = MemoryDevice(40_000 * MIB)
+    first = open_memory_plan(device, 0, share=0.5)
+    assert first.budget_bytes == device.limit_bytes == 19_000 * MIB
+    first.reserve("model", 18_000 * MIB)
+    with pytest.raises(TooLarge, match="1000 of 19000 MiB are left"):
+        first.reserve("loras", 1001 * MIB)
+    for held_mib, left_mib in ((18_000, 19_000), (30_000, 9488)):
+        device.held_bytes = held_mib * MIB
+        assert open_memory_plan(device, 0, share=0.5).budget_bytes == left_mib * MIB
+    assert open_memory_plan(MemoryDevice(40_000 * MIB), 30_000, share=0.5).budget_bytes == 30_000 * MIB
+    assert open_memory_plan(CpuDevice(), 0, share=0.5).budget_bytes is None
+
+
 def test_a_budget_that_the_device_does_not_have_is_refused_with_what_it_has() -> None:
     with pytest.raises(ValueError, match="device_memory_mib is 8000, and cpu has 6000 MiB free"):
         open_memory_plan(MemoryDevice(6000 * MIB), 8000)

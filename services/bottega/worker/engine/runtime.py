@@ -199,6 +199,7 @@ def load_model_for(config: EngineConfig, reporter: StartReporter) -> Model:
         text=text,
         prompt_cache_bytes=config.text.cache_mib << 20,
         device_memory_mib=config.device_memory_mib,
+        device_memory_share=config.device_memory_share,
         variant=config.model_variant,
         vae_folder=Path(config.vae.folder) if config.vae.folder else None,
         reporter=reporter,
