@@ -13,7 +13,10 @@ from bottega.model.model import Model
 
 
 class MemoryDevice(CpuDevice):
-    """size_bytes: it has. held_bytes: of other processes. limit_bytes: for this process, where one was set. Whoever computes on it calls `take`."""
+    """size_bytes: it has. held_bytes: of other processes. limit_bytes: for this process, where one was set.
+
+    Whoever computes on it calls `take`.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__()
