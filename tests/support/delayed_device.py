@@ -155,6 +155,9 @@ class DelayedDevice:
     def free_bytes(self) -> int | None:
         return None
 
+    def total_bytes(self) -> int | None:
+        return None
+
     def allocated_bytes(self) -> int | None:
         return None
 

@@ -343,11 +343,32 @@ class Always(StalenessPolicy):
         return True
 
 
-def test_stale_residuals_are_those_of_the_step_before(model: Model, server: LinkedServer) -> None:
-    drawing = Desk(model, Offers(server), staleness=Always()).draw(on(controlled("it", "edges"), server))
+def a_step_late(network: Any) -> Any:
+    """Return a ControlNet that gives each step what it made for the step before, and the first one its own."""
+    late, before = copy.deepcopy(network), list[Any]()
+
+    def give(_: object, __: object, made: Any) -> Any:
+        before.append(made)
+        return before[max(0, len(before) - 2)]
+
+    late.register_forward_hook(give)
+    return late
+
+
+def test_stale_residuals_are_those_of_the_step_before(
+    model: Model, stock: FamilyStock, server: LinkedServer, networks: Mapping[str, Any]
+) -> None:
+    order = controlled("it", "edges")
+    drawing = Desk(model, Offers(server), staleness=Always()).draw(on(order, server))
     (use,) = drawing.record.provenance.controlnets
     assert use.stale_steps == SPEC.num_inference_steps - 1
     assert not drawing.record.exact
+    late, in_time = (
+        stock.latent(order.spec, networks=[network], control_images=order.control_images)
+        for network in (a_step_late(networks["edges"]), networks["edges"])
+    )
+    assert_close(drawing.latents[0], late)
+    assert (late - in_time).abs().max() > 1e-3
 
 
 def test_a_second_worker_gets_the_latents_of_control_images() -> None:
