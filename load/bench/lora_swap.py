@@ -102,10 +102,10 @@ def engine(*, model: str) -> Answer:
             layers = {name: handle.layers(name) for name in ("text_encoder", "text_encoder_2", "unet")}
             uses = [LoraAtScale(digest=digest, scale=1.0, layers=layers)]
             weights.put_in_text(weights.text_set(uses))
-            weights.put_in_unet(weights.unet_set(uses))
+            weights.put_in_denoiser(weights.denoiser_set(uses))
             source.close([handle])
             weights.put_in_text(None)
-            weights.put_in_unet(None)
+            weights.put_in_denoiser(None)
 
         return _measured(work, loaded_kib)
 

@@ -61,10 +61,12 @@ def _ours(rig: Rig, files: Mapping[int, LoraFiles]) -> dict[int, dict[str, float
                     source.settle([handle], _FETCH_S)
                 layers = {"unet": handle.layers("unet")}
                 spent["fetch"], began_s = perf_counter() - began_s, perf_counter()
-                weights.put_in_unet(weights.unet_set([LoraAtScale(digest=lora.digest, scale=1.0, layers=layers)]))
+                weights.put_in_denoiser(
+                    weights.denoiser_set([LoraAtScale(digest=lora.digest, scale=1.0, layers=layers)])
+                )
                 finish(rig.device)
                 spent["patch"], began_s = perf_counter() - began_s, perf_counter()
-                weights.put_in_unet(None)
+                weights.put_in_denoiser(None)
                 finish(rig.device)
                 spent["restore"] = perf_counter() - began_s
                 source.close([handle])

@@ -174,7 +174,7 @@ class EngineLoras(EngineAddOn):
         key = self.weights.key_of(uses)
         work = self._making.get(key)
         if work is None or work.failed:
-            work = self._making[key] = PausableWork(self._model.runtime, self.weights.unet_set_in_pieces(uses))
+            work = self._making[key] = PausableWork(self._model.runtime, self.weights.denoiser_set_in_pieces(uses))
         return work
 
     def go_on(self, work: PausableWork[LoraSet], now_s: float) -> None:

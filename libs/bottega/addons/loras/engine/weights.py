@@ -203,11 +203,11 @@ class LoraWeights:
         """Return the key of the set for the denoiser."""
         return set_key(uses, as_peft=self._as_peft)
 
-    def unet_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
-        """Return the result of `unet_set_in_pieces` at once."""
-        return run_pieces(self.unet_set_in_pieces(uses))
+    def denoiser_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
+        """Return the result of `denoiser_set_in_pieces` at once."""
+        return run_pieces(self.denoiser_set_in_pieces(uses))
 
-    def unet_set_in_pieces(self, uses: Sequence[LoraAtScale]) -> Generator[None, None, LoraSet]:
+    def denoiser_set_in_pieces(self, uses: Sequence[LoraAtScale]) -> Generator[None, None, LoraSet]:
         """Return the factors for the denoiser, as the same object while a set is used. Raise LoraUnusable."""
         key = self.key_of(uses)
         known = self._sets.get(key)
@@ -251,7 +251,7 @@ class LoraWeights:
         self._unmerged.drop_plans()
         self.put_in_text(None)  # The prompt for which they were changed has been encoded.
         if self.patched is not None:
-            self.put_in_unet(None)
+            self.put_in_denoiser(None)
 
     def _reserve_differences(self, more_bytes: int = 0) -> None:
         """Reserve memory for the differences that are in use or being made, and for `more_bytes` of others."""
@@ -289,7 +289,7 @@ class LoraWeights:
         self._log_copies()
         return seconds
 
-    def put_in_unet(self, loras: LoraSet | None) -> float:
+    def put_in_denoiser(self, loras: LoraSet | None) -> float:
         """Merge a set into the denoiser's weights, or restore them.
 
         Returns:
@@ -317,10 +317,10 @@ class LoraWeights:
         if not sets or wanted is self.patched:
             return 0.0  # without requests, the merged set stays for the next one
         if wanted is None or not self._pays(wanted, steps, step_s):
-            return self.put_in_unet(None) if self.patched else 0.0
+            return self.put_in_denoiser(None) if self.patched else 0.0
         try:
             self._memory.reserve(_COPIES, self._patchers[self.denoiser].touched_bytes(wanted))
-            seconds = self.put_in_unet(wanted)
+            seconds = self.put_in_denoiser(wanted)
         except (torch.OutOfMemoryError, TooLarge) as error:
             self._memory.release(_COPIES)
             self._patches = False
@@ -335,7 +335,7 @@ class LoraWeights:
     def enter(self, sets: Sequence[LoraSet | None], spans: RowSpans | None = None) -> None:
         """Make row i of the forward pass that begins, or continues with fewer rows, use sets[i]; see UnmergedLoras."""
         if self.patched is not None and any(row_set is not self.patched for row_set in sets):
-            self.put_in_unet(None)
+            self.put_in_denoiser(None)
         self._reserve_differences()
         self._unmerged.enter([None if row_set is self.patched else row_set for row_set in sets], spans)
 
@@ -368,7 +368,7 @@ class LoraWeights:
                 down = torch.zeros(_PROBE_RANK, module.in_features)
                 layers[path] = LoraLayer(down=down, up=torch.zeros(module.out_features, _PROBE_RANK), scale=1.0)
         name = "" if max_bytes is None else "part"  # the digest distinguishes the two probes
-        return self.unet_set([LoraAtScale(digest=name, scale=0.0, layers={self.denoiser: layers})])
+        return self.denoiser_set([LoraAtScale(digest=name, scale=0.0, layers={self.denoiser: layers})])
 
     def measure_swap(self) -> None:
         """Measure a swap by merging the probe into a part of the denoiser and restoring it, twice.
@@ -379,8 +379,8 @@ class LoraWeights:
             return
         part = self.probe(max_bytes=_PROBE_BYTES)
         for _ in range(2):
-            self.put_in_unet(part)
-            self.put_in_unet(None)
+            self.put_in_denoiser(part)
+            self.put_in_denoiser(None)
         self.costs.expect_patch(self._patchers[self.denoiser].touched_bytes(self.probe()))
         self._patchers[self.denoiser].restore()
 

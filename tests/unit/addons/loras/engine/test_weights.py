@@ -399,8 +399,8 @@ def test_weights_are_patched_while_all_rows_share_a_set_and_put_back_before_anyb
     unet = model.backbone.network
     before = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
     mine = [LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(unet, 1)})]
-    a, same = weights.unet_set(mine), weights.unet_set(mine)
-    b = weights.unet_set([LoraAtScale(digest="b", scale=1.0, layers={UNET: random_layers(unet, 2)})])
+    a, same = weights.denoiser_set(mine), weights.denoiser_set(mine)
+    b = weights.denoiser_set([LoraAtScale(digest="b", scale=1.0, layers={UNET: random_layers(unet, 2)})])
     assert a is same
     weights.choose([a, b], steps=9, step_s=1.0)
     assert patched(weights) is None
@@ -424,7 +424,9 @@ def test_copies_that_the_plan_has_no_room_for_are_not_made_on_the_device(model: 
     plan = MemoryPlan(1000)
     weights = LoraWeights(replace(model, memory=plan), pristine_on_host=on_host)
     weights.costs = Cheap()
-    a = weights.unet_set([LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(model.backbone.network, 1)})])
+    a = weights.denoiser_set(
+        [LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(model.backbone.network, 1)})]
+    )
     weights.choose([a], steps=9, step_s=1.0)
     assert weights.patched is (a if on_host else None)
     assert (weights.pristine_bytes > 0) is on_host
@@ -436,7 +438,9 @@ def test_what_copies_take_is_reserved_until_they_go(model: Model) -> None:
     plan = MemoryPlan(1 << 30)
     weights = LoraWeights(replace(model, memory=plan))
     weights.costs = Cheap()
-    a = weights.unet_set([LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(model.backbone.network, 1)})])
+    a = weights.denoiser_set(
+        [LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(model.backbone.network, 1)})]
+    )
     weights.choose([a], steps=9, step_s=1.0)
     assert plan.reserved == {"pristine copies": weights.pristine_bytes}
     weights.restore()
@@ -450,7 +454,7 @@ def test_without_memory_for_the_copies_loras_go_beside_the_weights(
     weights.costs = Cheap()
     unet = model.backbone.network
     before = {name: tensor.clone() for name, tensor in unet.state_dict().items()}
-    a = weights.unet_set([LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(unet, 1)})])
+    a = weights.denoiser_set([LoraAtScale(digest="a", scale=1.0, layers={UNET: random_layers(unet, 1)})])
     weights.measure_swap()
     assert weights.swap_s > 0
     left = iter(range(5))

@@ -221,7 +221,7 @@ def test_other_jobs_make_steps_while_a_set_is_made(model: Model, components: dic
 def _held_bytes(addon: EngineLoras, plan: MemoryPlan, layers: Mapping[str, Layers]) -> int:
     """Return what is reserved for a set of these layers while it is used; it is not used any more."""
     use = LoraAtScale(digest="a", scale=1.0, layers=layers)
-    made = addon.weights.unet_set([use]) if UNET in layers else addon.weights.text_set([use])
+    made = addon.weights.denoiser_set([use]) if UNET in layers else addon.weights.text_set([use])
     held = plan.reserved[_RESERVED]
     del made
     gc.collect()
@@ -297,20 +297,22 @@ def test_memory_is_reserved_while_a_set_is_used_or_merged(model: Model, componen
     weights = lora_weights(engine)
     use = LoraAtScale(digest="a", scale=1.0, layers=components)
     for merged in (False, True):
-        made = weights.unet_set([use])
+        made = weights.denoiser_set([use])
         held = plan.reserved[_RESERVED]
         assert held >= sum(each.size_bytes for each in made.differences_of(UNET).values()) > 0
         plan.reserve("others", (64 << 20) - held)
         with pytest.raises(TooLarge, match=f"{_RESERVED} would take"):
-            weights.unet_set([replace(use, scale=2.0)])
+            weights.denoiser_set([replace(use, scale=2.0)])
         if merged:
-            weights.put_in_unet(made)
+            weights.put_in_denoiser(made)
         else:
             weights.enter([made])
             weights.leave()
         del made
         gc.collect()
-        assert weights.unet_set([replace(use, scale=2.0)]).differences_of(UNET), "one that is kept for later gives way"
+        assert weights.denoiser_set([replace(use, scale=2.0)]).differences_of(UNET), (
+            "one that is kept for later gives way"
+        )
         weights.restore()
         weights.enter([None])
         weights.leave()
