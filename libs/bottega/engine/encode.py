@@ -74,7 +74,7 @@ class Sources:
     image: LatentDistribution | None = None
     """Source of image-to-image or of an edit; None without one, and where a checkpoint has all that it gives."""
     mask: Tensor | None = None
-    """Mask of an edit, [1, 1, height, width] in latent size."""
+    """Mask of an edit, [1, `Model.mask_channels`, height, width] in latent size: 64 channels for Flux Fill, else 1."""
     masked_image: LatentDistribution | None = None
     """The picture with grey under the mask, for models that read it."""
 

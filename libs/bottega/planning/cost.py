@@ -248,7 +248,7 @@ class PackedTimes:
         return None if expected_s is None else self.ratio * expected_s
 
     def observe(self, rows: Mapping[Shape, float], seconds: float) -> None:
-        """Record a forward pass with so many rows of each shape. Without times of one shape it says nothing."""
+        """Record a forward pass with so many rows of each shape. Ignored while no shape has a measured time."""
         expected_s = self._of_one_shape(rows)
         if not expected_s:
             return

@@ -36,7 +36,7 @@ from bottega.model.rows import Embeds, Half, Row
 from bottega.v1.engine_pb2 import EngineBeat
 from bottega.v1.fleet_pb2 import ServiceAddress
 
-# How long sets for the denoiser are made in a turn: so many seconds, or this share of a step if that is more.
+# How long sets for the denoising network are made in a turn: so many seconds, or this share of a step if that is more.
 _MIN_PIECES_S = 0.02
 _SHARE_OF_STEP = 0.25
 
@@ -170,7 +170,10 @@ class EngineLoras(EngineAddOn):
         return RemoteLoras(loras)
 
     def making(self, uses: Sequence[LoraAtScale]) -> PausableWork[LoraSet]:
-        """Return the making of a set for the denoiser, which all jobs that use it share. It ends with the last one."""
+        """Return the making of a set for the denoising network, which all jobs that use it share.
+
+        It ends with the last one.
+        """
         key = self.weights.key_of(uses)
         work = self._making.get(key)
         if work is None or work.failed:
@@ -214,7 +217,7 @@ class EngineLoras(EngineAddOn):
             self._source.settle(handles, timeout_s)
 
     def before_group(self, requests: Sequence[Request], step_s: float) -> bool:
-        """Merge LoRAs into the denoiser's weights, or restore these, whichever is best for all running requests."""
+        """Merge LoRAs into the denoising network, or restore its weights, whichever is best for all requests."""
         if not self.weights.patched and not any(request.loras_now or request.key.weights for request in requests):
             return False
         seconds = self.weights.choose(
@@ -267,7 +270,7 @@ class EngineLoras(EngineAddOn):
             self._parts.pop(request, None)
 
     def shadows(self, order: EngineOrder, conditions: Conditions) -> Sequence[Request]:
-        """Return additional requests without LoRAs in the denoiser, if the order asks to measure a LoRA's effect."""
+        """Return more requests without LoRAs in the denoising network, if the order asks to measure a LoRA's effect."""
         return (
             new_requests(self._model, order, [conditions] * order.spec.num_images) if order.spec.loras_measured else ()
         )

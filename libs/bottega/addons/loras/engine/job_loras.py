@@ -216,7 +216,7 @@ class JobLoras(JobAddOn):
         self._note_wait(bool(under_way) and all(map(self.blocks, under_way)), now_s)
 
     def _make_loras(self, now_s: float) -> bool:
-        """Go on with making the factors for the denoiser. Return whether they are made, or there are none."""
+        """Go on with making the factors for the denoising network. Return whether they are made, or there are none."""
         if not self.specs:
             return True
         if self.making is None or self.making.failed:

@@ -1,8 +1,9 @@
 """The weights of one model: which LoRA set is merged into them, and which sets are computed beside them.
 
 Weights change only between two forward passes. In single precision LoRAs are merged into the text encoders, for one
-prompt at a time, and into the denoiser when all rows use the same set for long enough. In half precision merging rounds
-differently from stock Diffusers, so that LoRAs are computed beside the weights as PEFT does, unless merging is allowed.
+prompt at a time, and into the denoising network when all rows use the same set for long enough. In half precision
+merging rounds differently from stock Diffusers, so that LoRAs are computed beside the weights as PEFT does, unless
+merging is allowed.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ class LoraWeights:
 
     Args:
         model: The model; its weights change in place.
-        patches: Whether sets may be merged into the denoiser's weights. If not, all are computed beside them, row by
-            row, so that the last bits of a picture depend neither on other rows nor on measurements.
+        patches: Whether sets may be merged into the denoising network's weights. If not, all are computed beside them,
+            row by row, so that the last bits of a picture depend neither on other rows nor on measurements.
         merges_half: Whether sets may be merged into float16 and bfloat16 weights, which rounds differently from stock.
         pristine_on_host: Keep the copies that restore merged weights in host memory.
         stacked_bytes: See UnmergedLoras.
@@ -172,12 +173,12 @@ class LoraWeights:
 
     @property
     def patched(self) -> LoraSet | None:
-        """The set that is merged into the denoiser's weights; None without one."""
+        """The set that is merged into the denoising network's weights; None without one."""
         return self._patchers[self.denoiser].patched
 
     @property
     def patched_key(self) -> SetKey:
-        """Key of the set that is merged into the denoiser's weights; empty without one."""
+        """Key of the set that is merged into the denoising network's weights; empty without one."""
         patched = self.patched
         return patched.key if patched else ()
 
@@ -188,7 +189,7 @@ class LoraWeights:
 
     @property
     def swap_s(self) -> float:
-        """Seconds to merge and restore a set like the last one in the denoiser; 0 if no set is merged."""
+        """Seconds to merge and restore a set like the last one in the denoising network; 0 if no set is merged."""
         return self.costs.last_swap_s if self._patches else 0.0
 
     def text_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
@@ -200,7 +201,7 @@ class LoraWeights:
         return (yield from self._make_set(uses, tuple(self._unmerged_text)))
 
     def key_of(self, uses: Sequence[LoraAtScale]) -> SetKey:
-        """Return the key of the set for the denoiser."""
+        """Return the key of the set for the denoising network."""
         return set_key(uses, as_peft=self._as_peft)
 
     def denoiser_set(self, uses: Sequence[LoraAtScale]) -> LoraSet:
@@ -208,7 +209,7 @@ class LoraWeights:
         return run_pieces(self.denoiser_set_in_pieces(uses))
 
     def denoiser_set_in_pieces(self, uses: Sequence[LoraAtScale]) -> Generator[None, None, LoraSet]:
-        """Return the factors for the denoiser, as the same object while a set is used. Raise LoraUnusable."""
+        """Return the factors for the denoising network, as the same object while a set is used. Raise LoraUnusable."""
         key = self.key_of(uses)
         known = self._sets.get(key)
         if known is None:
@@ -290,7 +291,7 @@ class LoraWeights:
         return seconds
 
     def put_in_denoiser(self, loras: LoraSet | None) -> float:
-        """Merge a set into the denoiser's weights, or restore them.
+        """Merge a set into the denoising network's weights, or restore them.
 
         Returns:
             The seconds it took, after waiting for the device's running step.
@@ -306,7 +307,7 @@ class LoraWeights:
         return seconds
 
     def choose(self, sets: Sequence[LoraSet | None], *, steps: int, step_s: float) -> float:
-        """Merge or restore the denoiser's weights for the next steps, if that saves time. Return the seconds it took.
+        """Merge LoRAs or restore weights for the next steps, if that saves time. Return the seconds it took.
 
         Args:
             sets: Sets of all running requests; None for a request without LoRAs.
@@ -371,7 +372,7 @@ class LoraWeights:
         return self.denoiser_set([LoraAtScale(digest=name, scale=0.0, layers={self.denoiser: layers})])
 
     def measure_swap(self) -> None:
-        """Measure a swap by merging the probe into a part of the denoiser and restoring it, twice.
+        """Measure a swap by merging the probe into a part of the denoising network and restoring it, twice.
 
         The second time the copies already exist. The cost of a swap is proportional to the bytes that it changes.
         """
