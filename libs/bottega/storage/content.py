@@ -309,9 +309,9 @@ class ContentStore:
             digest, entry = next(iter(self._entries.items()))
             if entry.time > oldest:
                 break
+            self._drop(digest)  # before the time is looked at, so that every sweep makes progress
             if time.perf_counter() > until:
                 return True
-            self._drop(digest)
         while self.size_bytes > self.budget_bytes:
             if time.perf_counter() > until:
                 return True
