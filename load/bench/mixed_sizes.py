@@ -18,19 +18,15 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
-import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, CLIPTokenizer
-
 from bottega.device.devices import compute_with
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
-from bottega.miniature import WEIGHTS
 from bottega.model.schedulers import SamplerKind
 from bottega.planning import PackedTimes
 from load.bench.engine_runs import load_bench_model
 from load.bench.framework import CORES, GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, by_turns, medians, seconds_of
+from load.bench.transformer_model import TransformerShape, write_transformer_model
 from tests.support.engines import make_engine
 from tests.support.manual_engine import ManualEngine
 from tests.support.stock import deviation
@@ -42,7 +38,6 @@ SIZES = {
 """Width and height of the pictures."""
 OF_EACH = 2
 """Requests of each size."""
-CHANNELS, HEAD_CHANNELS, TEXT_WIDTH, SCALE, SIDE = 16, 64, 64, 8, 256
 EXACT = 1e-4
 ALONE, BY_SIZE, PACKED, CHOSEN = "one by one", "by size", "all sizes", "chosen"
 # Whether sizes share turns, by what these seem to take relative to turns of one size.
@@ -52,7 +47,7 @@ BENCH = Bench(
     __doc__,
     Option("--rounds", 3, "of all requests, on each side", smallest=1),
     Option("--steps", 8, "of each request", smallest=2),
-    Option("--width", 384, "channels of the transformer", smallest=64),
+    Option("--heads", 6, "of the transformer, of 64 channels each", smallest=1),
     Option("--blocks", 6, "of the transformer", smallest=2),
     Option("--threads", CORES, "of torch"),
 )
@@ -62,7 +57,8 @@ BENCH = Bench(
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Compare on small and on large pictures."""
     compute_with(options.threads)
-    _write_model(folder / "model", options.width, options.blocks)
+    shape = TransformerShape(heads=options.heads, blocks=options.blocks, sample_size=64)
+    write_transformer_model(folder / "model", shape)
     for name, sizes in SIZES.items() if not options.smallest else [("small", SIZES["small"])]:
         _compare(name, folder / "model", _orders(sizes, options.steps), options.rounds, sheet)
 
@@ -116,64 +112,6 @@ def _orders(sizes: Sequence[tuple[int, int]], steps: int) -> list[EngineOrder]:
         for number in range(OF_EACH)
         for size in sizes
     ]
-
-
-def _write_model(folder: Path, width: int, blocks: int) -> None:
-    """Write a random model of Stable Diffusion 3's kind without T5."""
-    torch.default_generator.manual_seed(0)
-    tokenizers = [CLIPTokenizer.from_pretrained(WEIGHTS / name) for name in ("tokenizer", "tokenizer_2")]
-    encoders = [
-        CLIPTextModelWithProjection(
-            CLIPTextConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=TEXT_WIDTH,
-                intermediate_size=2 * TEXT_WIDTH,
-                projection_dim=TEXT_WIDTH,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                max_position_embeddings=tokenizer.model_max_length,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        )
-        for tokenizer in tokenizers
-    ]
-    transformer = SD3Transformer2DModel(
-        sample_size=SIDE // SCALE,
-        num_layers=blocks,
-        attention_head_dim=HEAD_CHANNELS,
-        num_attention_heads=width // HEAD_CHANNELS,
-        joint_attention_dim=2 * TEXT_WIDTH,
-        caption_projection_dim=width,
-        pooled_projection_dim=2 * TEXT_WIDTH,
-        pos_embed_max_size=64,
-    )
-    vae = AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4,
-        block_out_channels=(8, 8, 16, 16),
-        norm_num_groups=8,
-        layers_per_block=1,
-        latent_channels=CHANNELS,
-        sample_size=SIDE,
-        scaling_factor=1.0,
-        shift_factor=0.0,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
-    pipeline = StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae,
-        text_encoder=encoders[0],
-        tokenizer=tokenizers[0],
-        text_encoder_2=encoders[1],
-        tokenizer_2=tokenizers[1],
-        text_encoder_3=None,
-        tokenizer_3=None,
-    )
-    pipeline.save_pretrained(folder, safe_serialization=True)
 
 
 if __name__ == "__main__":

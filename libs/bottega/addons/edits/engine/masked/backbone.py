@@ -55,7 +55,6 @@ class MaskedBackbone(UNetBackbone):
         self._beat = beat
         self._operations = operations or Operations()
         self._transformers = {path: MaskedTransformer(module, path) for path, module in _transformers(unet).items()}
-        self.block_names = transformer_blocks(unet)
         super().__init__(unet)
 
     def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
