@@ -32,6 +32,8 @@ _MAX_TIMESTEP = 99_999
 _MAX_SIGMA = 10_000.0
 _TRAINED_TIMESTEPS = 1000
 
+_SPACING_NAMES = {number: name for name, number in SPACINGS.items()}
+_LAST_SIGMA_NAMES = {number: name for name, number in LAST_SIGMAS.items()}
 _SWITCHES = ("use_exponential_sigmas", "use_beta_sigmas", "timestep_spacing", "final_sigmas_type")
 
 # Classes that have a field in their configuration, and do not read it.
@@ -149,10 +151,8 @@ def schedule_of(spec: GenerationSpec, strength: float | None = None) -> Schedule
     return Schedule(
         use_exponential_sigmas=spec.use_exponential_sigmas if spec.HasField("use_exponential_sigmas") else None,
         use_beta_sigmas=spec.use_beta_sigmas if spec.HasField("use_beta_sigmas") else None,
-        timestep_spacing=next((name for name, number in SPACINGS.items() if number == spec.timestep_spacing), None),
-        final_sigmas_type=next(
-            (name for name, number in LAST_SIGMAS.items() if number == spec.final_sigmas_type), None
-        ),
+        timestep_spacing=_SPACING_NAMES.get(spec.timestep_spacing),
+        final_sigmas_type=_LAST_SIGMA_NAMES.get(spec.final_sigmas_type),
         timesteps=tuple(spec.timesteps[: MAX_STEPS + 1]),
         sigmas=tuple(spec.sigmas[: MAX_STEPS + 2]),
         strength=strength,
@@ -180,7 +180,7 @@ def steps_of(spec: GenerationSpec, default: int) -> int:
     """
     if spec.HasField("num_inference_steps"):
         return spec.num_inference_steps
-    made = schedule_of(spec).steps
+    made = schedule_of(spec).steps if lists_steps(spec) else None
     return default if made is None else made
 
 
@@ -200,7 +200,7 @@ def check_schedule(spec: GenerationSpec) -> Iterator[Violation]:
         yield _broken("final_sigmas_type", "must be absent with sigmas, whose last one takes its place")
     found = [*_check_timesteps(spec), *_check_sigmas(spec)]
     yield from found
-    steps = schedule_of(spec).steps
+    steps = schedule_of(spec).steps if lists_steps(spec) else None
     if not found and spec.HasField("num_inference_steps") and steps not in (None, spec.num_inference_steps):
         name = "timesteps" if spec.timesteps else "sigmas"
         yield _broken("num_inference_steps", f"must be {steps}, the steps of {name}, or absent")
@@ -220,8 +220,8 @@ def check_sampler_schedule(
         strength: See `Schedule.strength`.
     """
     name = _NAMES.get(sampler)
-    if name is not None:
-        schedule = schedule_of(spec, strength)
+    schedule = schedule_of(spec, strength)
+    if name is not None and schedule != AS_CONFIGURED:
         overrides = schedule.overrides(name, karras)
         yield from schedule.problems(name, overrides, from_image=spec.HasField("image"))
 

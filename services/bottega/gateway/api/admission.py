@@ -194,13 +194,15 @@ class Admission:
         violations = self._violations(spec, request)
         meant = before.bare if before else spec
         # Stores resolve the names of LoRAs and ControlNets. They are asked only if the rest of the request is valid.
-        likely = validation.find_model(meant, [], self._fleet, self._addons, access)
-        wrong = violations or (isinstance(likely, Model) and any(validation.check_model(spec, likely, self._addons)))
-        resolutions = [] if wrong else await self._resolve(meant, access)
-        model = validation.find_model(meant, resolutions, self._fleet, self._addons, access)
+        model = validation.find_model(meant, [], self._fleet, self._addons, access)
+        of_model = self._violations_with(spec, model)
+        resolutions = [] if violations or of_model else await self._resolve(meant, access)
+        if resolutions:
+            model = validation.find_model(meant, resolutions, self._fleet, self._addons, access)
+            of_model = self._violations_with(spec, model)
+        violations += of_model
         identical: IdenticalResult | None = None
         if isinstance(model, Model):
-            violations += validation.check_model(spec, model, self._addons)
             if not violations:
                 validation.check_served(spec, model)
                 identical = await self._find_identical(spec, request, before, model, resolutions)
@@ -232,6 +234,10 @@ class Admission:
             *validation.check_webhook(request.webhook, self._config.webhooks, signed=self._signs(request.tenant)),
             *validation.check_spec(spec, self._addons, max_image_bytes=self._config.max_image_bytes),
         ]
+
+    def _violations_with(self, spec: GenerationSpec, model: Model | BottegaError | None) -> list[Violation]:
+        """Return the violations that depend on the model; none if it is unknown."""
+        return list(validation.check_model(spec, model, self._addons)) if isinstance(model, Model) else []
 
     def _signs(self, tenant: str) -> bool:
         return bool(self._controller.queue.terms.webhooks(tenant).secrets)

@@ -137,6 +137,7 @@ class QueueEstimates:
     async def publish_all(self) -> None:
         """Set the queue position and estimate of every job in the queue."""
         self._forecasts.clear()
+        self._snapshot.estimate_anew()
         for model in self._queue.models():
             jobs = list(self._queue.line(model))
             requests = [self._snapshot.resource_request(job) for job in jobs]

@@ -74,6 +74,7 @@ class FleetSnapshot:
         self._jobs = jobs
         self._addon_costs = AddOnCosts(clock)
         self._cache: dict[Member, _CachedState] = {}
+        self._requests: dict[tuple[str, int], ResourceRequest] = {}  # by job and its steps done
 
     def workers_of(self, model: str) -> list[WorkerState]:
         """Return the states of all workers that accept new jobs of a model."""
@@ -126,9 +127,18 @@ class FleetSnapshot:
                 )
 
     def resource_request(self, job: Job) -> ResourceRequest:
-        """Return the resources that a pending job is expected to need on any worker."""
-        savings = self._savings(job)
-        return self._request_for(job, _steps_left(job, savings), _computed_share(savings))
+        """Return the resources that a pending job is expected to need on any worker, as known at `estimate_anew`."""
+        key = job.job_id, job.steps.done
+        known = self._requests.get(key)
+        if known is None:
+            savings = self._savings(job)
+            known = self._request_for(job, _steps_left(job, savings), _computed_share(savings))
+            self._requests[key] = known
+        return known
+
+    def estimate_anew(self) -> None:
+        """Forget what jobs were expected to need. Call this each second."""
+        self._requests.clear()
 
     def note_turns(self, job: Job, provenance: Provenance) -> None:
         """Update the estimates of what a job's add-ons cost with the measured turns of its last attempt."""
