@@ -20,7 +20,7 @@ from pathlib import Path
 from bottega.clocks import Clock
 from bottega.errors import ConfigError, Unauthenticated, Unavailable
 from bottega.gateway.config import DATABASE_SCHEMES
-from bottega.gateway.jobs.store.quotas import MINUTE_S, TenantUsage, check_quotas
+from bottega.gateway.jobs.store.quotas import MINUTE_S, TenantUsage, check_quotas, is_bounded
 from bottega.rpc.security.api_keys import hashed, matches, parse_key, shown_key
 from bottega.rpc.security.caller import Caller, Metadata, Role, caller_in
 from bottega.rpc.security.private_files import file_state
@@ -301,7 +301,8 @@ class QuotaLedger:
 
         The store hears a moment later than the queue that a job waits no more.
         """
-        return replace(self._terms.quotas(tenant), queued=0)
+        quotas = self._terms.quotas(tenant)
+        return replace(quotas, queued=0) if quotas.queued else quotas
 
     @asynccontextmanager
     async def admitting(self, tenant: str, *, asks_store: bool = True) -> AsyncIterator[Admittance]:
@@ -318,7 +319,8 @@ class QuotaLedger:
             begin=functools.partial(self._begin, tenant, quotas), leave=functools.partial(self._leave, tenant)
         )
         with place.held():
-            await self._check(tenant, quotas, asks_store=asks_store)
+            if is_bounded(quotas):
+                await self._check(tenant, quotas, asks_store=asks_store)
             yield place
 
     def _begin(self, tenant: str, quotas: Quotas) -> None:

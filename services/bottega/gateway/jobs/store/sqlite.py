@@ -291,11 +291,8 @@ class SqliteJobStore:
 
     def _check_place(self, connection: sqlite3.Connection, committed: bool) -> None:
         """If the file was moved or deleted, restore it and raise StorageUnavailable: the commit would not last."""
-        loss = self._place.loss(committed=committed)
+        loss = self._place.loss(committed=committed, header=committed)
         if loss is None:
-            if committed:
-                with os_errors.translated():
-                    self._place.follow()
             return
         if not self._lost:
             facts = {"file": str(self._path), "why": loss.value}

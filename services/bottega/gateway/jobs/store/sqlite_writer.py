@@ -214,18 +214,15 @@ class FilePlace:
         """Note that the log is gone: SQLite deletes it when the last connection closes."""
         self._log = None
 
-    def follow(self) -> None:
-        """Remember the current sizes of file and log, after a commit. Raises OSError."""
-        self._file = _seen(self._path.stat())
-        self._log = _seen(self._log_path.stat())
-
-    def loss(self, *, committed: bool = False) -> FileLoss | None:
+    def loss(self, *, committed: bool = False, header: bool = True) -> FileLoss | None:
         """Return how the files were lost, or None if they are where they were.
 
         Args:
-            committed: Whether the connection has written to the log.
+            committed: Whether a commit has just written to the log. Then the sizes of the files are remembered.
+            header: Whether to read the header of the log. A log that was cut is shorter until something is written.
         """
-        # Only `stat` is used here: opening and closing the file would release this process's locks on it.
+        # Only `stat` is used for the file: opening and closing it would release this process's locks on it. And there
+        # are few system calls: each releases the interpreter's lock, for which this thread then waits.
         if self._file is None:
             return None
         file, log = _stat(self._path), _stat(self._log_path)
@@ -233,13 +230,18 @@ class FilePlace:
             return FileLoss.MOVED
         if file.size_bytes < self._file.size_bytes:
             return FileLoss.CUT
-        if self._log is None:
-            return FileLoss.MOVED if committed and log is None else None
-        if log is None or not log.is_same(self._log):
+        if log is None and (committed or self._log is not None):
             return FileLoss.MOVED
-        # When the log begins anew, its file keeps at most this size.
-        shorter = log.size_bytes < min(self._log.size_bytes, sqlite_schema.LOG_BYTES)
-        return FileLoss.CUT if shorter or not self._has_header(log) else None
+        if log is not None and self._log is not None:
+            if not log.is_same(self._log):
+                return FileLoss.MOVED
+            # When the log begins anew, its file keeps at most this size.
+            shorter = log.size_bytes < min(self._log.size_bytes, sqlite_schema.LOG_BYTES)
+            if shorter or (header and not self._has_header(log)):
+                return FileLoss.CUT
+        if committed:
+            self._file, self._log = file, log
+        return None
 
     def put_back(self, connection: sqlite3.Connection) -> bool:
         """Restore the file from the content that an open connection reads. Return False if some of it cannot be read.
@@ -266,8 +268,11 @@ class FilePlace:
         if not log.size_bytes:
             return True
         try:
-            with self._log_path.open("rb") as file:
-                return file.read(4) in _LOG_MAGIC
+            descriptor = os.open(self._log_path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return os.read(descriptor, 4) in _LOG_MAGIC
+            finally:
+                os.close(descriptor)
         except FileNotFoundError:
             return False
         except OSError as error:
