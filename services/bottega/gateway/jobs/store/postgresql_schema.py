@@ -1,8 +1,9 @@
 """The schema of the job store in PostgreSQL.
 
-The tables are those of the SQLite store, with two differences. There are no counters of all jobs and bytes, because
-each change would wait for the row of a counter: `forget` and `usage` count by indexes. There are no checksums of rows,
-because PostgreSQL has checksums of pages, and gateways of two versions, which know different columns, share the rows.
+The tables are those of the SQLite store, with two differences. There are no counters of all jobs and bytes in one row
+each, because each change would wait for that row: `forget` counts by indexes, and what quotas limit is in several rows
+for each tenant. There are no checksums of rows, because PostgreSQL has checksums of pages, and gateways of two
+versions, which know different columns, share the rows.
 """
 
 from __future__ import annotations
@@ -168,9 +169,54 @@ _DAYS = f"""
     ) AS counts GROUP BY tenant, day;
 """
 
+# Bytes of the pictures of each tenant: the sum of its rows. A change goes to a row that no other transaction changes,
+# so that none waits, and there are at most as many rows as transactions at a time. Jobs that are deleted by one
+# statement are counted together. Changes by earlier versions, which sum up `jobs`, are counted, too.
+_STORED = """
+    CREATE TABLE stored (
+        number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
+        tenant text NOT NULL,
+        bytes bigint NOT NULL
+    ) WITH (fillfactor = 50);
+    CREATE INDEX stored_of_tenant ON stored (tenant);
+    CREATE FUNCTION add_stored(whose text, more bigint) RETURNS void LANGUAGE plpgsql AS $$
+        BEGIN
+            UPDATE stored SET bytes = bytes + more WHERE number = (
+                SELECT number FROM stored WHERE tenant = whose LIMIT 1 FOR UPDATE SKIP LOCKED
+            );
+            IF NOT FOUND THEN
+                INSERT INTO stored (tenant, bytes) VALUES (whose, more);
+            END IF;
+        END
+    $$;
+    CREATE FUNCTION count_pictures() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            PERFORM add_stored(NEW.tenant, NEW.picture_bytes - coalesce(OLD.picture_bytes, 0));
+            RETURN NULL;
+        END
+    $$;
+    CREATE FUNCTION count_removed_pictures() RETURNS trigger LANGUAGE plpgsql AS $$
+        BEGIN
+            PERFORM add_stored(tenant, -sum(picture_bytes)::bigint) FROM removed
+                WHERE picture_bytes > 0 GROUP BY tenant;
+            RETURN NULL;
+        END
+    $$;
+    CREATE TRIGGER pictures_added AFTER INSERT ON jobs FOR EACH ROW WHEN (NEW.picture_bytes > 0)
+        EXECUTE FUNCTION count_pictures();
+    CREATE TRIGGER pictures_changed AFTER UPDATE OF picture_bytes ON jobs FOR EACH ROW
+        WHEN (NEW.picture_bytes <> OLD.picture_bytes) EXECUTE FUNCTION count_pictures();
+    CREATE TRIGGER pictures_removed AFTER DELETE ON jobs REFERENCING OLD TABLE AS removed FOR EACH STATEMENT
+        EXECUTE FUNCTION count_removed_pictures();
+    -- After the triggers, whose creation waits for the changes that run and makes others wait.
+    INSERT INTO stored (tenant, bytes)
+        SELECT tenant, sum(picture_bytes) FROM jobs WHERE picture_bytes > 0 GROUP BY tenant;
+"""
+
 MIGRATIONS = (
     Migration(statements=_FIRST),
     # Jobs of the last minute that are not in `jobs` any more: quotas count them with those that are.
     Migration(statements="CREATE TABLE removed_jobs (tenant text NOT NULL, created_wall double precision NOT NULL)"),
     Migration(statements=_DAYS),
+    Migration(statements=_STORED),
 )

@@ -27,8 +27,7 @@ _USED = {
     "per_minute": "(SELECT count(*) FROM jobs WHERE tenant = %(tenant)s AND created_wall > %(minute)s)"
     " + (SELECT count(*) FROM removed_jobs WHERE tenant = %(tenant)s AND created_wall > %(minute)s)",
     "per_day": "(SELECT coalesce(sum(jobs), 0) FROM days WHERE tenant = %(tenant)s AND day = %(day)s)",
-    "stored_bytes": "(SELECT coalesce(sum(picture_bytes), 0) FROM jobs"
-    " WHERE tenant = %(tenant)s AND picture_bytes > 0)",
+    "stored_bytes": "(SELECT coalesce(sum(bytes), 0) FROM stored WHERE tenant = %(tenant)s)",
 }
 _OLDEST = (
     "least((SELECT min(created_wall) FROM jobs WHERE tenant = %(tenant)s AND created_wall > %(minute)s),"

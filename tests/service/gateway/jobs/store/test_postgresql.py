@@ -17,17 +17,22 @@ from bottega.gateway.jobs.store import JobRecord, StaleGeneration, postgresql
 from bottega.gateway.jobs.store.postgresql import PostgresJobStore
 from bottega.gateway.jobs.store.postgresql_outbox import insert_event
 from bottega.gateway.jobs.store.postgresql_schema import MIGRATIONS
+from bottega.gateway.jobs.store.postgresql_statements import _USED
 from bottega.gateway.jobs.store.quotas import DAY_S
+from bottega.gateway.jobs.values import StoredImage
 from bottega.gateway.scheduler_lease import create_table
 from bottega.rpc.security.tenant_file import Quotas
 from bottega.storage.postgresql import PostgresDatabase
 from bottega.v1.image_pb2 import JOB_STATE_COMPLETED
 from tests.support import full_disk
-from tests.support.job_store_backends import completed, failed, record, running, sample_event
+from tests.support.job_store_backends import answered, completed, failed, record, running, sample_event
 from tests.support.postgresql import PostgresServer, execute, running_server
 from tests.support.waiting import eventually
 
 HOUR_S = 3600.0
+_STORED = """
+    SELECT (SELECT coalesce(sum(picture_bytes), 0) FROM jobs), count(*), coalesce(sum(bytes), 0) FROM stored
+"""
 MIB = 1 << 20
 
 
@@ -176,6 +181,47 @@ async def test_an_upgrade_counts_the_jobs_of_the_day(url: str, monkeypatch: pyte
             await older.add(replace(record("old"), created_wall=now))
             await newer.add(replace(record("new"), created_wall=now))
             assert (await newer.usage("", now_wall=now)).jobs_today == 9
+
+
+async def test_stored_bytes_are_exact_and_read_from_a_few_rows(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    picture = StoredImage(digest="a" * 64, size_bytes=10)
+
+    def job(name: str) -> JobRecord:
+        return answered(record(name), ended_wall=1.0, images=(replace(picture, latents_bytes=len(name)),))
+
+    def counted() -> int:
+        ((jobs, rows, total),) = execute(url, _STORED)
+        assert rows <= 8, "one for each connection"
+        assert total == jobs
+        return int(total)
+
+    monkeypatch.setattr(postgresql, "MIGRATIONS", MIGRATIONS[:3])
+    async with _opened(url) as older:
+        await asyncio.gather(*(older.add(job(f"old-{number}")) for number in range(9)))
+        monkeypatch.setattr(postgresql, "MIGRATIONS", MIGRATIONS)
+        async with _opened(url) as newer:
+            before = counted()
+            await asyncio.gather(
+                *((older, newer)[number % 2].add(job(f"new-{number}")) for number in range(40)),
+                *(older.delete(f"old-{number}", steady=1.0) for number in range(4)),
+                newer.forget(ended_before=0.0, max_jobs=5, max_bytes=MIB, limit=3),
+            )
+            end = completed(1, ended_wall=2.0, images=(picture,))
+            for number in range(20):
+                await newer.add(record(f"run-{number}"))
+                await older.update(f"run-{number}", running(1))
+            ending = ((older, newer)[number % 2].update(f"run-{number}", end) for number in range(20))
+            assert all(await asyncio.gather(*ending))
+            assert counted() > before > 0
+            quotas = Quotas(stored_bytes=counted() + 1)
+            await newer.add(job("last"), quotas=quotas)
+            with pytest.raises(QuotaExceeded):
+                await older.add(job("beyond"), quotas=quotas)
+            plan = str(execute(url, "EXPLAIN SELECT " + _USED["stored_bytes"] % {"tenant": "''"}))
+            assert "on stored" in plan
+            assert "jobs" not in plan
+            await newer.forget(ended_before=9.0, max_jobs=0, max_bytes=0, limit=999)
+            assert counted() == 0
 
 
 async def test_gateways_whose_clocks_differ_by_an_hour_agree_on_the_time(url: str) -> None:
