@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from bottega.model.model import load_model
 from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.digest import KnownDigests
-from bottega.model_files.single_file_check import model_index, tokenizer_configs
+from bottega.model_files.single_file_folder import model_index, tokenizer_configs
 from bottega.model_files.tensor_check import text_encoder_tensors, unet_tensors, vae_tensors
 from bottega.worker.conversion.folder import write_vocabulary
 from load.bench.framework import Bench, Option, Sheet, by_turns, seconds_of

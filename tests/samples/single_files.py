@@ -21,6 +21,8 @@ Named = Iterator[tuple[str, tuple[int, ...]]]
 
 VOCABULARY = 49_408
 _POSITIONS = 77
+_T5 = "text_encoders.t5xxl.transformer."
+_HEAD = 128  # Of Flux.1, whose rotary positions are for this width.
 _LATENT = 4
 
 
@@ -48,6 +50,14 @@ class Shape:
 
     clip_g: tuple[int, int] = (128, 2)
     """Width and layers of the second text encoder of Stable Diffusion 3."""
+    t5: tuple[int, int, int, int] = (64, 2, 2, 40)
+    """Width, layers, heads and vocabulary of the T5 of Flux.1."""
+    singles: int = 2
+    """Blocks of its transformer in which text and picture share all weights."""
+    out_channels: int = 64
+    """Channels of its predictions; it reads `in_channels`."""
+    guided: bool = True
+    """Whether it embeds the guidance scale."""
     dual: tuple[int, ...] = ()
     """Blocks of its transformer with a second attention. If there are any, all blocks norm queries and keys."""
     places: int = 64
@@ -65,6 +75,7 @@ SHAPES = {
     # Diffusers tells the two text encoders apart by their widths.
     "sdxl": Shape(depths=(0, 2), middle_depth=2, context=64 + 128, pooled=128, open_clip=(128, 2)),
     "sd3": Shape(widths=(64,), layers=2, in_channels=16, context=256, dual=(0,)),
+    "flux": Shape(widths=(128,), layers=2, in_channels=64),
 }
 _STABLE_DIFFUSION = Shape(
     widths=(320, 640, 1280, 1280), depths=(1, 1, 1, 0), layers=2, vae_widths=(128, 256, 512, 512), vae_layers=2
@@ -94,6 +105,16 @@ TRUE_SHAPES = {
         dual=tuple(range(13)),
         places=384,
     ),
+    "flux": Shape(
+        widths=(3072,),
+        layers=19,
+        singles=38,
+        in_channels=64,
+        vae_widths=(128, 256, 512, 512),
+        vae_layers=2,
+        clip=(768, 12),
+        t5=(4096, 24, 64, 32128),
+    ),
 }
 """The sizes of published models."""
 
@@ -119,6 +140,8 @@ def write_single_file(
         for name in list(tensors)
         if name.endswith("text_model.embeddings.token_embedding.weight")
     }
+    if family == "flux":  # Programs save T5's embedding twice.
+        tensors[f"{_T5}encoder.embed_tokens.weight"] = tensors[f"{_T5}shared.weight"].clone()
     tensors |= dict.fromkeys(extra, torch.zeros(0))
     # Training keeps averages beside the weights, which nothing draws with.
     tensors["model_ema.decay"] = torch.ones(())
@@ -244,8 +267,38 @@ def transformer_tensors(shape: Shape) -> Named:
     yield from _linear("final_layer.linear", width, 4 * shape.in_channels)
 
 
+def flux_tensors(shape: Shape) -> Named:
+    """Yield the names and shapes of a transformer of Flux.1."""
+    width = shape.widths[0]
+    yield from _linear("img_in", shape.in_channels, width)
+    yield from _linear("txt_in", shape.t5[0], width)
+    for name, inputs in (("time", 256), ("vector", shape.clip[0]), *((("guidance", 256),) if shape.guided else ())):
+        yield from _linear(f"{name}_in.in_layer", inputs, width)
+        yield from _linear(f"{name}_in.out_layer", width, width)
+    for number in range(shape.layers):
+        for side in ("img", "txt"):
+            block = f"double_blocks.{number}.{side}"
+            yield from _linear(f"{block}_mod.lin", width, 6 * width)
+            yield from _linear(f"{block}_attn.qkv", width, 3 * width)
+            yield from _linear(f"{block}_attn.proj", width, width)
+            for norm in ("query_norm", "key_norm"):
+                yield f"{block}_attn.norm.{norm}.scale", (_HEAD,)
+            yield from _linear(f"{block}_mlp.0", width, 4 * width)
+            yield from _linear(f"{block}_mlp.2", 4 * width, width)
+    for number in range(shape.singles):
+        block = f"single_blocks.{number}"
+        yield from _linear(f"{block}.modulation.lin", width, 3 * width)
+        yield from _linear(f"{block}.linear1", width, 7 * width)
+        yield from _linear(f"{block}.linear2", 5 * width, width)
+        for norm in ("query_norm", "key_norm"):
+            yield f"{block}.norm.{norm}.scale", (_HEAD,)
+    yield from _linear("final_layer.adaLN_modulation.1", width, 2 * width)
+    yield from _linear("final_layer.linear", width, shape.out_channels)
+
+
 def _model_tensors(family: str, shape: Shape) -> list[tuple[str, tuple[int, ...]]]:
-    denoiser, latent = (transformer_tensors, shape.in_channels) if family == "sd3" else (unet_tensors, _LATENT)
+    denoiser = {"sd3": transformer_tensors, "flux": flux_tensors}.get(family, unet_tensors)
+    latent = _LATENT if denoiser is unet_tensors else 16
     return [
         *_below("model.diffusion_model.", denoiser(shape)),
         *_below("first_stage_model.", vae_tensors(shape.vae_widths, shape.vae_layers, latent=latent)),
@@ -265,7 +318,10 @@ def _text_tensors(family: str, shape: Shape) -> Named:
             yield f"text_encoders.{part}.transformer.text_projection.weight", (width, width)
             yield f"text_encoders.{part}.logit_scale", ()
         # Of T5, which is left out.
-        yield "text_encoders.t5xxl.transformer.shared.weight", (8, shape.context)
+        yield f"{_T5}shared.weight", (8, shape.context)
+    elif family == "flux":
+        yield from _below("text_encoders.clip_l.transformer.", _clip(*shape.clip))
+        yield from _below(_T5, _t5(*shape.t5))
     else:
         yield from _below("conditioner.embedders.0.transformer.", _clip(*shape.clip))
         yield from _below("conditioner.embedders.1.model.", _open_clip(*shape.open_clip))
@@ -283,6 +339,24 @@ def _clip(width: int, layers: int) -> Named:
         yield from _linear(f"{layer}.mlp.fc2", 4 * width, width)
         yield from _norm(f"{layer}.layer_norm2", width)
     yield from _norm("text_model.final_layer_norm", width)
+
+
+def _t5(width: int, layers: int, heads: int, vocabulary: int) -> Named:
+    yield "shared.weight", (vocabulary, width)
+    inner, hidden = 64 * heads, 5 * width // 2
+    for number in range(layers):
+        attention, network = (f"encoder.block.{number}.layer.{layer}" for layer in (0, 1))
+        for name in ("q", "k", "v"):
+            yield f"{attention}.SelfAttention.{name}.weight", (inner, width)
+        yield f"{attention}.SelfAttention.o.weight", (width, inner)
+        if number == 0:
+            yield f"{attention}.SelfAttention.relative_attention_bias.weight", (32, heads)
+        for name in ("wi_0", "wi_1"):
+            yield f"{network}.DenseReluDense.{name}.weight", (hidden, width)
+        yield f"{network}.DenseReluDense.wo.weight", (width, hidden)
+        for block in (attention, network):
+            yield f"{block}.layer_norm.weight", (width,)
+    yield "encoder.final_layer_norm.weight", (width,)
 
 
 def _open_clip(width: int, layers: int) -> Named:

@@ -1,4 +1,4 @@
-"""The configuration files of published folders of Stable Diffusion 1.5 and 2.1, with each of their keys.
+"""The configuration files of published folders of Stable Diffusion and Flux.1, with each key that is read.
 
 The values are those of stable-diffusion-v1-5/stable-diffusion-v1-5, stabilityai/stable-diffusion-2-1 (768 pixels, with
 velocity), and lllyasviel/sd-controlnet-canny. Each function returns a new dictionary.
@@ -132,6 +132,48 @@ def sd35_vae() -> Config:
         "shift_factor": 0.0609,
         "use_post_quant_conv": False,
         "use_quant_conv": False,
+    }
+
+
+def flux_transformer() -> Config:
+    """Return transformer/config.json of black-forest-labs/FLUX.1-dev."""
+    return {
+        "_class_name": "FluxTransformer2DModel",
+        "attention_head_dim": 128,
+        "guidance_embeds": True,
+        "in_channels": 64,
+        "joint_attention_dim": 4096,
+        "num_attention_heads": 24,
+        "num_layers": 19,
+        "num_single_layers": 38,
+        "patch_size": 1,
+        "pooled_projection_dim": 768,
+    }
+
+
+def flux_vae() -> Config:
+    """Return vae/config.json of black-forest-labs/FLUX.1-dev."""
+    return sd35_vae() | {"scaling_factor": 0.3611, "shift_factor": 0.1159}
+
+
+def t5_xxl() -> Config:
+    """Return text_encoder_2/config.json of black-forest-labs/FLUX.1-dev."""
+    return {
+        "architectures": ["T5EncoderModel"],
+        "d_ff": 10240,
+        "d_kv": 64,
+        "d_model": 4096,
+        "dense_act_fn": "gelu_new",
+        "dropout_rate": 0.1,
+        "feed_forward_proj": "gated-gelu",
+        "is_gated_act": True,
+        "layer_norm_epsilon": 1e-06,
+        "model_type": "t5",
+        "num_heads": 64,
+        "num_layers": 24,
+        "relative_attention_max_distance": 128,
+        "relative_attention_num_buckets": 32,
+        "vocab_size": 32128,
     }
 
 

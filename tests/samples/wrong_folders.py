@@ -360,8 +360,8 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
     WrongFolder(
         "a single file",
         _single_file,
-        "it is a single file, and it has no text_encoder and no vae; give the file of a whole model, with "
-        "text encoders and VAE",
+        "it is a single file, and its network has no transformers, by which its family is known; download its folder "
+        "instead",
     ),
     WrongFolder(
         "a folder of a single file",

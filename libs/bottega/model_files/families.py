@@ -11,7 +11,8 @@ from shlex import quote
 
 from bottega.model_files.family_names import FLUX, SD3, SD15, SD21, SDXL, TITLES, served_titles, with_article
 from bottega.model_files.json_files import read_json_object
-from bottega.model_files.single_file import FileKind, read_single_file
+from bottega.model_files.single_file import read_single_file
+from bottega.model_files.single_file_kind import FileKind
 from bottega.plain_text import excerpt
 
 _GIVE = "give the folder of a model in Diffusers' layout"

@@ -18,7 +18,7 @@ class FamilyFacts:
     """The facts that hold for all published models of a family, and which no tensor tells.
 
     Sources are the folders stable-diffusion-v1-5/stable-diffusion-v1-5, stabilityai/stable-diffusion-2-1 and
-    -2-1-base, -xl-base-1.0 and -3-medium-diffusers.
+    -2-1-base, -xl-base-1.0 and -3-medium-diffusers, and black-forest-labs/FLUX.1-dev.
     """
 
     title: str
@@ -57,6 +57,7 @@ CLIP_PREFIXES = ("cond_stage_model.transformer.", "conditioner.embedders.0.trans
 OPEN_CLIP = "cond_stage_model.model."
 OPEN_CLIP_SDXL = "conditioner.embedders.1.model."
 CLIP_L_SD3, CLIP_G_SD3 = "text_encoders.clip_l.transformer.", "text_encoders.clip_g.transformer."
+T5 = "text_encoders.t5xxl.transformer."
 
 FAMILIES: Mapping[str, FamilyFacts] = {
     SD15: FamilyFacts(
@@ -103,9 +104,20 @@ FAMILIES: Mapping[str, FamilyFacts] = {
         text_prefixes={"text_encoder": (CLIP_L_SD3,), "text_encoder_2": (CLIP_G_SD3,)},
         open_clip=frozenset({"text_encoder_2"}),
     ),
+    FLUX: FamilyFacts(
+        title="Flux.1",
+        pipeline="FluxPipeline",
+        scheduler="FlowMatchEulerDiscreteScheduler",
+        prediction_type=FLOW,
+        scaling_factor=0.3611,
+        shift_factor=0.1159,
+        latent_side=128,
+        vae_pixels=1024,
+        text_prefixes={"text_encoder": (CLIP_L_SD3,), "text_encoder_2": (T5,)},
+    ),
 }
 """The families of which single files are converted."""
-TITLES: Mapping[str, str] = {**{name: family.title for name, family in FAMILIES.items()}, FLUX: "Flux.1"}
+TITLES: Mapping[str, str] = {name: family.title for name, family in FAMILIES.items()}
 """Display names of the families whose folders are checked part by part."""
 
 UNET, TRANSFORMER = "unet", "transformer"

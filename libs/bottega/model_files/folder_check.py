@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
+from types import MappingProxyType
 from typing import Any
 
 from bottega.miniature import MODELS
 from bottega.model_files.configuration_rules import INDEX_FILE, check_configurations, config_files, filled_config
 from bottega.model_files.families import describe_other, family_of
-from bottega.model_files.family_names import FLUX, PARTS, class_of, denoiser_part
+from bottega.model_files.family_names import FAMILIES, PARTS, class_of, denoiser_part
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_there, read_json_object, read_model_file
 from bottega.model_files.presets import PRESET_FILE, Preset, propose_preset, read_preset
 from bottega.model_files.report import ModelReport, PartReport
@@ -25,8 +26,6 @@ from bottega.plain_text import excerpt
 # Tokenizer files of CLIP have 2 MiB.
 _MAX_TOKENIZER_BYTES = 32 << 20
 _SHOWN_CHARACTERS = 60
-# The `default_sample_size` of Diffusers' pipelines for Flux, whose transformer's configuration has none.
-_FLUX_LATENT_SIDE = 128
 # Padding, end and unknown token, by their places in T5's vocabulary.
 _T5_SPECIAL_TOKENS = 3
 _T5_SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>"}
@@ -64,7 +63,7 @@ def _check_parts(folder: Path, index: Mapping[str, object], family: str, variant
         places["vae"] = vae
     if vae is not None and (wrong := _vae_problem(vae)):
         return ModelReport(folder=folder, family=family, problems=(wrong,))
-    configs, problems = _read_configs(places, index, files)
+    configs, problems = read_configs(places, files, index)
     preset: Preset | None = None
     try:
         preset = read_preset(folder)
@@ -84,7 +83,7 @@ def _check_parts(folder: Path, index: Mapping[str, object], family: str, variant
             name: _part(name, place, index, configs.get(name, {}), weights.get(name)) for name, place in places.items()
         },
         variant=next((part.variant for part in weights.values() if part.variant), ""),
-        default_size=0 if problems else _default_size(configs, family),
+        default_size=0 if problems else default_size(configs, family),
         problems=tuple(problems),
         proposal=proposal,
     )
@@ -100,10 +99,16 @@ def _vae_problem(folder: Path) -> str:
     return ""
 
 
-def _read_configs(
-    places: Mapping[str, Path], index: Mapping[str, object], files: Mapping[str, str]
+def read_configs(
+    places: Mapping[str, Path], files: Mapping[str, str], index: Mapping[str, object] = MappingProxyType({})
 ) -> tuple[dict[str, Mapping[str, object]], list[str]]:
-    """Return the configuration of each part that has one, and a sentence for each that has none."""
+    """Return the configuration of each part that has one, and a sentence for each that has none.
+
+    Args:
+        places: Folders of the parts.
+        files: Names of their configuration files.
+        index: Contents of model_index.json, which says the class of the scheduler.
+    """
     configs: dict[str, Mapping[str, object]] = {}
     problems = []
     for name, file in files.items():
@@ -119,6 +124,19 @@ def _read_configs(
         # Diffusers uses this class, whatever the file says.
         configs["scheduler"] = {**configs["scheduler"], "_class_name": class_name}
     return configs, problems
+
+
+def check_contents(
+    places: Mapping[str, Path], family: str, configs: Mapping[str, Mapping[str, object]]
+) -> Iterator[str]:
+    """Yield a sentence for each part of a model whose weights or tokens are not those of its configuration.
+
+    Args:
+        places: Folders of some parts.
+        configs: Configurations of all parts, which must be valid.
+    """
+    weights, problems = _read_weights(places, family, "")
+    yield from problems or _check_contents(places, family, configs, weights)
 
 
 def _read_weights(places: Mapping[str, Path], family: str, wanted: str) -> tuple[dict[str, Weights], list[str]]:
@@ -159,7 +177,7 @@ def _check_contents(
     for name, part in weights.items():
         kind = class_of(name, family)
         yield from check_tensors(name, kind, filled_config(kind, configs[name]), part)
-    for name in configs:
+    for name in places:
         encoder = name.replace("tokenizer", "text_encoder")
         if encoder == name:
             continue
@@ -187,10 +205,11 @@ def _part(
     )
 
 
-def _default_size(configs: Mapping[str, Mapping[str, object]], family: str) -> int:
+def default_size(configs: Mapping[str, Mapping[str, object]], family: str) -> int:
+    """Return the side of a picture, in pixels, of a model with these valid configurations of its parts."""
     denoiser, vae = (filled_config(class_of(name, family), configs[name]) for name in (denoiser_part(family), "vae"))
-    side = _FLUX_LATENT_SIDE if family == FLUX else int(denoiser["sample_size"])
-    return side * latent_scale(vae)
+    # The configurations of Flux's transformers have no size.
+    return int(denoiser.get("sample_size", FAMILIES[family].latent_side)) * latent_scale(vae)
 
 
 def _class_name(index: Mapping[str, object], part: str) -> str:

@@ -53,7 +53,8 @@ class ImportResult:
         """Sentences on a whole model: what it predicts, how to correct that if it is a guess, and what it lacks."""
         origin = "a guess:" if self.prediction_is_guess else "from"
         prediction = f"Prediction type: {self.prediction_type}, {origin} {self.prediction_source}."
-        return f"{prediction} {WITHOUT_T5}" if self.family == SD3 else prediction
+        is_without_t5 = self.family == SD3 and not is_there(self.folder / "text_encoder_3")
+        return f"{prediction} {WITHOUT_T5}" if is_without_t5 else prediction
 
 
 OnPart = Callable[[str, int], None]
@@ -66,6 +67,7 @@ async def import_file(
     prediction_type: str = "",
     vae: Path | None = None,
     *,
+    parts: Path | None = None,
     on_part: OnPart = lambda part, size_bytes: None,
 ) -> ImportResult:
     """Convert a single file to a folder in Diffusers' layout, unless an earlier call has done it.
@@ -74,6 +76,7 @@ async def import_file(
         family: The operator's word for the family; "" asks the tensors alone.
         prediction_type: The operator's word for what the UNet predicts; "" asks the file alone.
         vae: File of a VAE that a whole model gets in place of its own.
+        parts: Folder of a model that has the parts that a whole model lacks.
         on_part: Called with the name and the bytes of each part before it is converted.
 
     Raises:
@@ -82,7 +85,7 @@ async def import_file(
     worker = next(service for service in read_services() if service.kind == kinds.WORKER)
     if missing := missing_packages(worker):
         raise ConfigError(f"importing needs {', '.join(missing)}, not installed here: pip install '{worker.install}'")
-    arguments = [str(file), str(folder), family, prediction_type, str(vae or "")]
+    arguments = [str(file), str(folder), family, prediction_type, str(vae or ""), str(parts or "")]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", f"{worker.module}.conversion", *arguments),
         env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
@@ -113,28 +116,30 @@ async def import_for_serving(
     prediction_type: str = "",
     vae: Path | None = None,
     *,
+    parts: Path | None = None,
     on_part: OnPart = lambda part, size_bytes: None,
 ) -> ImportResult:
     """Convert the single file of a whole model, once, to a folder that a worker can load.
 
-    A file that has changed since gets another folder, as does each prediction type and VAE. What the user has put into
-    the folder of the file's earlier contents moves to the new one, and the rest of that folder is deleted.
+    A file that has changed since gets another folder, as does each prediction type, VAE and folder of parts. What the
+    user has put into the folder of the file's earlier contents moves to the new one, and the rest of that is deleted.
 
     Args:
         state: Folder in which the service or the suite keeps its state.
         prediction_type: See `import_file`.
         vae: See `import_file`.
+        parts: See `import_file`.
 
     Raises:
         ConfigError: It cannot be served or converted. The text is a sentence.
     """
-    if refusal := refusal_of(file, prediction_type, vae):
+    if refusal := refusal_of(file, prediction_type, vae, parts):
         raise ConfigError(refusal)
     try:
-        folder, prefix = await asyncio.to_thread(_place, file, state, prediction_type, vae)
+        folder, prefix = await asyncio.to_thread(_place, file, state, prediction_type, vae, parts)
     except OSError as error:
         raise ConfigError(f"{file} cannot be converted: {error.filename or state}: {error.strerror}") from None
-    result = await import_file(file, folder, "", prediction_type, vae, on_part=on_part)
+    result = await import_file(file, folder, "", prediction_type, vae, parts=parts, on_part=on_part)
     await asyncio.to_thread(_replace_others, folder, prefix)
     return result
 
@@ -198,7 +203,7 @@ def _replace(old: Path, new: Path) -> None:
         shutil.rmtree(old)
 
 
-def _place(file: Path, state: Path, setting: str, vae: Path | None) -> tuple[Path, str]:
+def _place(file: Path, state: Path, setting: str, vae: Path | None, parts: Path | None = None) -> tuple[Path, str]:
     """Return the folder for a file, and the beginning of the names of the folders for all versions of it.
 
     A VAE is told apart by its content, because VAEs often have equal sizes, and archives can give them equal times.
@@ -206,9 +211,12 @@ def _place(file: Path, state: Path, setting: str, vae: Path | None) -> tuple[Pat
     Args:
         setting: Prediction type or family.
         vae: File of the VAE that the folder gets, which may be `file`; None if the model has its own.
+        parts: Folder of a model that has the parts that the file lacks; None if it lacks none.
     """
     path = file.absolute()
     same = [str(path), setting, str(vae.absolute()) if vae is not None else ""]
+    if parts is not None:
+        same.append(str(parts.absolute()))
     versions = [_version(path), file_digest(vae) if vae is not None else ""]
     prefix = f"{path.stem}-{_hash(*same)}-"
     make_private(state / _FOLDER)

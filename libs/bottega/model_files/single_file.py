@@ -1,87 +1,61 @@
-"""Recognises what a single safetensors file holds, by the names and shapes of its tensors. No torch.
+"""Reads what a single safetensors file holds: the parts of a model, and why it cannot be converted. No torch.
 
 Trainers and programs such as A1111, ComfyUI and kohya's scripts keep a whole model in one file, in the layout of its
 first authors: the UNet below `model.diffusion_model.`, the VAE below `first_stage_model.`, and text encoders below
-`cond_stage_model.` or `conditioner.embedders.`. VAEs and ControlNets have files of their own in that layout.
-`bottega models import` converts such a file into a folder in Diffusers' layout.
+`cond_stage_model.` or `conditioner.embedders.`. VAEs, ControlNets and transformers have files of their own in that
+layout. `bottega models import` converts such a file into a folder in Diffusers' layout.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 from pathlib import Path
+from types import MappingProxyType
 
 from bottega.model_files.family_names import (
-    CLIP_PREFIXES,
     EPSILON,
     FAMILIES,
     FLOW,
-    OPEN_CLIP,
-    OPEN_CLIP_SDXL,
+    OPTIONAL_PARTS,
+    PARTS,
     PREDICTION_TYPES,
-    SD3,
     SD15,
-    SD21,
-    SDXL,
     TITLES,
     V_PREDICTION,
     denoiser_part,
-    served_titles,
+    with_article,
 )
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, open_model_file
+from bottega.model_files.single_file_kind import (
+    CONTROLNET,
+    FAMILY_OF,
+    FIRST,
+    REFUSED,
+    UNET,
+    VAE_PREFIXES,
+    FileKind,
+    kind_of,
+    prefix_of,
+)
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import Header, HeaderError, TensorEntry, read_header
-
-UNET = "model.diffusion_model."
-VAE_PREFIXES = ("first_stage_model.", "vae.")
-CONTROLNET = "control_model."
-DIFFUSERS_HINT = "controlnet_cond_embedding.conv_in.weight"
-"""A tensor that every ControlNet in Diffusers' layout has. Published single files of SDXL have that layout."""
 
 OTHER_VERSION = "download another version of the file, or its folder in Diffusers' layout"
 """What to do about a file that cannot be converted."""
 
 _SUFFIX = ".safetensors"
-_FIRST = "input_blocks.0.0.weight"
-_REFINER = "conditioner.embedders.0.model."
-_LABELS = "label_emb.0.0.weight"
-# Names that only a file of Diffusers or transformers has.
-_DIFFUSERS = ("down_blocks.", "encoder.down_blocks.", "mid_block.", "text_model.", "controlnet_cond_embedding.")
-_OTHER_FAMILIES = {
-    "double_blocks.": "FLUX",
-    "double_layers.": "AuraFlow",
-    "cap_embedder.": "Lumina 2",
-}
-_CONTROL_LORA = "lora_controlnet"
-_EDM = "edm_"
 _CHOOSE, _FLOWS = "give --prediction-type", "it was trained with flow matching: leave out --prediction-type"
 _INPAINTING_CHANNELS = 9
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _VAE_PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
 # The numbers of positions, which are no weights.
 _POSITION_IDS = ".position_ids"
-# Textual inversion: tensors of a few vectors, named by their trainer or by their token.
-_EMBEDDINGS = frozenset({"emb_params", "clip_l", "clip_g"})
-_EMBEDDING_WIDTHS = frozenset({768, 1024, 1280})
-_MAX_EMBEDDINGS = 4
 _SHOWN_CHARACTERS = 80
+_CLIP_TOKENIZER = "CLIPTokenizer"
+_NO_FAMILY = "its network has no transformers, by which its family is known; download its folder instead"
 _NO_VAE = "it has no VAE; give the file of one with --vae, in a worker's configuration as engine.vae.folder"
-_CONVERTED = f"only {served_titles(FAMILIES)} can be converted"
-_GIVE = "give the file of a whole model, a VAE or a ControlNet, or a folder with model_index.json"
-
-
-class FileKind(StrEnum):
-    """The kind of network that a file holds; the value is for sentences."""
-
-    MODEL = "a whole model"
-    VAE = "a VAE"
-    CONTROLNET = "a ControlNet"
-    LORA = "a LoRA"
-    EMBEDDING = "a textual inversion embedding"
-    OTHER = "something else"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +66,7 @@ class SingleFile:
     kind: FileKind
     header: Header
     family: str = ""
-    """`sd15`, `sd21`, `sdxl` or `sd3`; empty if its tensors do not tell."""
+    """`sd15`, `sd21`, `sdxl`, `sd3` or `flux`; empty if its tensors do not tell."""
     prediction_type: str = EPSILON
     """What its network predicts: `epsilon`, `v_prediction` or `flow`."""
     prediction_source: str = ""
@@ -105,6 +79,10 @@ class SingleFile:
     """Tensors of each part, by the part's name in Diffusers' layout."""
     vae: Path | None = None
     """File of the VAE that the model gets in place of its own; None if it has its own."""
+    others: Mapping[str, Path] = field(default_factory=dict)
+    """Folders of the parts that the model takes from another one."""
+    lacking: tuple[str, ...] = ()
+    """Parts that the model needs and does not have, if nothing else keeps it from being converted."""
     problem: str = ""
     """A sentence on why it cannot be converted; empty if it can be."""
 
@@ -112,6 +90,15 @@ class SingleFile:
     def title(self) -> str:
         """Display name of the family; empty if it is unknown."""
         return TITLES.get(self.family, "")
+
+    @property
+    def tokenizers(self) -> tuple[str, ...]:
+        """CLIP's tokenizers that the model gets from the worker's package, as it has their text encoders."""
+        return tuple(
+            part
+            for part, (_, kind) in PARTS.get(self.family, {}).items()
+            if kind == _CLIP_TOKENIZER and self.parts.get(part.replace("tokenizer", "text_encoder"))
+        )
 
     def file_of(self, part: str) -> Path:
         """Return the file that has the tensors of a part."""
@@ -153,9 +140,34 @@ def read_single_file(path: Path, family: str = "", prediction_type: str = "", va
     except OSError as error:
         raise ValueError(f"it cannot be read ({error.strerror}); {DOWNLOAD_AGAIN}") from None
     found = _recognised(path, header, family, prediction_type)
-    if found.kind is not FileKind.MODEL or not found.family or (found.problem and found.problem != _NO_VAE):
+    if found.kind is not FileKind.MODEL or found.problem:
         return found
-    return found if vae is None else _with_vae(found, vae)
+    return completed(found if vae is None else _with_vae(found, vae))
+
+
+def completed(model: SingleFile, others: Mapping[str, Path] = MappingProxyType({})) -> SingleFile:
+    """Return a whole model with the parts that it lacks, or with a sentence on those that it still lacks.
+
+    Args:
+        others: Folders of parts, of which it takes those that its file has not.
+    """
+    if model.problem and not model.lacking:
+        return model
+    classes, optional = PARTS[model.family], OPTIONAL_PARTS.get(model.family, frozenset())
+    own = {*model.tokenizers, *(part for part, entries in model.parts.items() if entries)}
+    taken = {part: others[part] for part in classes if part in others and part not in own}
+    lacking = tuple(sorted(classes.keys() - own - taken.keys() - optional))
+    if not lacking:
+        problem = ""
+    elif lacking == ("vae",):
+        problem = _NO_VAE
+    else:
+        problem = (
+            f"it lacks {', '.join(lacking)}; name the folder of {with_article(model.title)} model that has them with "
+            "--parts of `bottega up` or `bottega models import`"
+        )
+    parts = {part: entries for part, entries in model.parts.items() if part not in taken}
+    return replace(model, parts=parts, others=taken, lacking=lacking, problem=problem)
 
 
 def _with_vae(model: SingleFile, path: Path) -> SingleFile:
@@ -168,7 +180,7 @@ def _with_vae(model: SingleFile, path: Path) -> SingleFile:
             raise ValueError(vae.problem)
     except ValueError as error:
         return replace(model, problem=f"the VAE {path} cannot be used: {error}")
-    return replace(model, parts={**model.parts, **vae.parts}, vae=path, problem="")
+    return replace(model, parts={**model.parts, **vae.parts}, vae=path)
 
 
 def is_single_file(model: str) -> bool:
@@ -178,24 +190,25 @@ def is_single_file(model: str) -> bool:
 
 def _recognised(path: Path, header: Header, family: str, prediction_type: str) -> SingleFile:
     entries = {entry.name: entry for entry in header.tensors}
-    kind = _kind(entries)
-    refused = _REFUSED.get(kind)
+    kind = kind_of(entries)
+    refused = REFUSED.get(kind)
     if refused is not None:
         return SingleFile(path=path, kind=kind, header=header, problem=refused(entries))
-    found, problem = _FAMILY_OF[kind](entries)
+    found, problem = FAMILY_OF[kind](entries)
     if family and found and family != found:
         problem = f"its tensors are those of {TITLES[found]} ({found}), not of {TITLES[family]} ({family})"
     found = found or family
     if not problem and not found and kind is FileKind.VAE:
         problem = f"VAEs of several families have the same tensors; say for which it is: --family {'|'.join(FAMILIES)}"
     parts = _parts(kind, found, entries)
-    if found == SD3:
+    if found and FAMILIES[found].prediction_type == FLOW:
         prediction, said_by, is_guess, wrong = FLOW, "its family", False, prediction_type and _FLOWS
     else:
         prediction, said_by, wrong = _prediction(header, entries, prediction_type)
         if is_guess := not said_by:
             prediction, said_by = _default_prediction(found, entries)
-    problem = problem or wrong
+    if not found:
+        problem = problem or _NO_FAMILY
     return SingleFile(
         path=path,
         kind=kind,
@@ -206,114 +219,8 @@ def _recognised(path: Path, header: Header, family: str, prediction_type: str) -
         prediction_is_guess=is_guess,
         zero_terminal_snr="ztsnr" in entries,
         parts=parts,
-        problem=problem or _lacking(kind, found, parts) or _quantized(parts),
+        problem=problem or wrong or _quantized(parts),
     )
-
-
-def _kind(entries: Mapping[str, TensorEntry]) -> FileKind:
-    if _CONTROL_LORA in entries:
-        return FileKind.OTHER
-    if any("lora_" in name or ".lora." in name for name in entries):
-        return FileKind.LORA
-    if any(name.startswith(UNET) for name in entries):
-        return FileKind.MODEL
-    if (
-        DIFFUSERS_HINT in entries
-        or f"{CONTROLNET}{_FIRST}" in entries
-        or {"time_embed.0.weight", "zero_convs.0.0.weight"} <= entries.keys()
-    ):
-        return FileKind.CONTROLNET
-    if any(name.removeprefix(prefix).startswith("decoder.up.") for name in entries for prefix in ("", *VAE_PREFIXES)):
-        return FileKind.VAE
-    if 0 < len(entries) <= _MAX_EMBEDDINGS and all(_is_embedding(entry) for entry in entries.values()):
-        return FileKind.EMBEDDING
-    return FileKind.OTHER
-
-
-def _is_embedding(entry: TensorEntry) -> bool:
-    named = entry.name in _EMBEDDINGS or (entry.name.startswith("<") and entry.name.endswith(">"))
-    vectors = 1 <= len(entry.shape) <= 2 and entry.shape[-1] in _EMBEDDING_WIDTHS
-    return entry.name in _EMBEDDINGS or (vectors and (named or "." not in entry.name))
-
-
-def _lora(entries: Mapping[str, TensorEntry]) -> str:
-    return "it is a LoRA; add it with `bottega loras add NAME FILE`"
-
-
-def _embedding(entries: Mapping[str, TensorEntry]) -> str:
-    count = max(entry.shape[0] if len(entry.shape) == 2 else 1 for entry in entries.values())
-    tokens = f"{count} token{'s' if count != 1 else ''}"
-    return f"it is a textual inversion embedding of {tokens}; add it with `bottega loras add NAME FILE`"
-
-
-def _other(entries: Mapping[str, TensorEntry]) -> str:
-    if not entries:
-        return f"it has no tensors; {DOWNLOAD_AGAIN}"
-    if _CONTROL_LORA in entries:
-        return "it is a Control-LoRA, which is not served; give the file of a ControlNet"
-    if other := next((title for start, title in _OTHER_FAMILIES.items() if _has(entries, start)), ""):
-        return f"it is a {other} model; {_CONVERTED}"
-    if any(name.startswith(_DIFFUSERS) for name in entries):
-        return "it is one part of a model in Diffusers' layout; give the folder that has model_index.json and all parts"
-    if _FIRST in entries or _has(entries, "joint_blocks."):
-        return "it has a denoising network alone, without text encoders and VAE; give the file of a whole model"
-    first = excerpt(next(iter(entries)), _SHOWN_CHARACTERS)
-    return f"its tensors, such as {first}, are those of no model that is known; {_GIVE}"
-
-
-def _model_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
-    """Return the family of a whole model, and a sentence on why it is not served."""
-    if f"{UNET}{_FIRST}" not in entries:
-        if _has(entries, f"{UNET}joint_blocks."):
-            return SD3, ""
-        other = next((title for start, title in _OTHER_FAMILIES.items() if _has(entries, UNET + start)), "")
-        what = f"a {other} model" if other else "a model of a kind that is not known"
-        return "", f"it is {what}; {_CONVERTED}"
-    if _has(entries, _REFINER) and not _has(entries, OPEN_CLIP_SDXL):
-        return "", (
-            "it is SDXL's refiner, which has no first text encoder and takes an aesthetic score; give the file of an "
-            "SDXL base model"
-        )
-    if _has(entries, _EDM):
-        return "", (
-            "it was trained with EDM's noise levels, as Playground 2.5 and CosXL were, which its file does not "
-            "describe; download its folder instead"
-        )
-    if f"{UNET}label_emb.weight" in entries:
-        return "", "it is an upscaler that takes a noise level; give the file of a model that draws from words"
-    if f"{UNET}{_LABELS}" in entries and _has(entries, OPEN_CLIP):
-        return "", "it is an unCLIP model, which draws from pictures; give the file of a model that draws from words"
-    if f"{UNET}{_LABELS}" in entries:
-        return SDXL, ""
-    if _has(entries, OPEN_CLIP):
-        return SD21, ""
-    if _has(entries, CLIP_PREFIXES[0]):
-        return SD15, ""
-    return _family_by_context(entries, UNET), ""
-
-
-def _controlnet_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
-    prefix = CONTROLNET if f"{CONTROLNET}{_FIRST}" in entries else ""
-    if f"{prefix}{_LABELS}" in entries or "add_embedding.linear_1.weight" in entries:
-        return SDXL, ""
-    return _family_by_context(entries, prefix), ""
-
-
-def _family_by_context(entries: Mapping[str, TensorEntry], prefix: str) -> str:
-    """Return the family by the projections of its transformers, which are linear since Stable Diffusion 2."""
-    projections = (
-        entry for name, entry in entries.items() if name.startswith(prefix) and name.endswith(".proj_in.weight")
-    )
-    first = next(projections, None)
-    return "" if first is None else SD21 if len(first.shape) == 2 else SD15
-
-
-def _vae_family(entries: Mapping[str, TensorEntry]) -> tuple[str, str]:
-    return "", ""
-
-
-def _has(entries: Mapping[str, TensorEntry], prefix: str) -> bool:
-    return any(name.startswith(prefix) for name in entries)
 
 
 def _parts(kind: FileKind, family: str, entries: Mapping[str, TensorEntry]) -> dict[str, tuple[TensorEntry, ...]]:
@@ -322,25 +229,15 @@ def _parts(kind: FileKind, family: str, entries: Mapping[str, TensorEntry]) -> d
         parts = tuple(prefix + part for prefix in ("", *VAE_PREFIXES) for part in _VAE_PARTS)
         return {"vae": _below(entries, *parts)}
     if kind is FileKind.CONTROLNET:
-        prefix = CONTROLNET if f"{CONTROLNET}{_FIRST}" in entries else ""
+        prefix = CONTROLNET if f"{CONTROLNET}{FIRST}" in entries else ""
         return {"controlnet": _below(entries, prefix)}
     prefixes = {"vae": tuple(prefix + part for prefix in VAE_PREFIXES for part in _VAE_PARTS)}
-    prefixes |= {denoiser_part(family or SD15): (UNET,), **FAMILIES[family or SD15].text_prefixes}
+    prefixes |= {denoiser_part(family or SD15): (prefix_of(entries),), **FAMILIES[family or SD15].text_prefixes}
     return {part: _below(entries, *starts) for part, starts in sorted(prefixes.items())}
 
 
 def _below(entries: Mapping[str, TensorEntry], *prefixes: str) -> tuple[TensorEntry, ...]:
     return tuple(entry for name, entry in entries.items() if name.startswith(prefixes))
-
-
-def _lacking(kind: FileKind, family: str, parts: Mapping[str, tuple[TensorEntry, ...]]) -> str:
-    if kind is FileKind.MODEL and (lacking := [part for part, entries in parts.items() if not entries]):
-        if lacking == ["vae"]:
-            return _NO_VAE
-        return f"it has no {' and no '.join(lacking)}; give the file of a whole model, with text encoders and VAE"
-    return (
-        "" if family else "its network has no transformers, by which its family is known; download its folder instead"
-    )
 
 
 def _quantized(parts: Mapping[str, tuple[TensorEntry, ...]]) -> str:
@@ -383,18 +280,5 @@ def _default_prediction(family: str, entries: Mapping[str, TensorEntry]) -> tupl
 
 
 def _is_for_inpainting(entries: Mapping[str, TensorEntry]) -> bool:
-    first = entries.get(f"{UNET}{_FIRST}")
+    first = entries.get(f"{UNET}{FIRST}")
     return first is not None and len(first.shape) > 1 and first.shape[1] == _INPAINTING_CHANNELS
-
-
-_Sentence = Callable[[Mapping[str, TensorEntry]], str]
-_REFUSED: Mapping[FileKind, _Sentence] = {
-    FileKind.LORA: _lora,
-    FileKind.EMBEDDING: _embedding,
-    FileKind.OTHER: _other,
-}
-_FAMILY_OF: Mapping[FileKind, Callable[[Mapping[str, TensorEntry]], tuple[str, str]]] = {
-    FileKind.MODEL: _model_family,
-    FileKind.CONTROLNET: _controlnet_family,
-    FileKind.VAE: _vae_family,
-}

@@ -1,8 +1,7 @@
 """Checks a single file by its header: whether it can be converted, and whether workers can serve it. No torch.
 
-It derives the configurations of the folder that is made from the file: index, scheduler and tokenizers have the values
-of the published folders (see `FamilyFacts`). It also knows the names that a network's tensors have in single files, by
-their names in Diffusers and transformers. Diffusers' converters go the other way
+It derives the configurations of the folder that is made from the file. It also knows the names that a network's tensors
+have in single files, by their names in Diffusers and transformers. Diffusers' converters go the other way
 (diffusers.loaders.single_file_utils). With these names a file can be checked without running them.
 """
 
@@ -15,115 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from bottega.errors import InvalidRequest
-from bottega.model_files.configuration_rules import check_configurations, filled_config
+from bottega.model_files.configuration_rules import INDEX_FILE, check_configurations, config_file, filled_config
 from bottega.model_files.controlnet_config import read_network_config
-from bottega.model_files.family_names import (
-    FAMILIES,
-    OPTIONAL_PARTS,
-    PARTS,
-    SD3,
-    SDXL,
-    TRANSFORMER,
-    class_of,
-    denoiser_part,
-)
-from bottega.model_files.single_file import (
-    DIFFUSERS_HINT,
-    OTHER_VERSION,
-    FileKind,
-    SingleFile,
-    read_single_file,
-)
-from bottega.model_files.single_file_config import VERSION, Config, derive_configurations, misfit, shapes_of
-from bottega.model_files.single_file_transformer import Shape, transformer_name, transformer_shape
+from bottega.model_files.families import family_of
+from bottega.model_files.family_names import FAMILIES, PARTS, SD3, TITLES, TRANSFORMER, class_of
+from bottega.model_files.folder_check import check_contents, read_configs
+from bottega.model_files.json_files import read_json_object
+from bottega.model_files.single_file import OTHER_VERSION, SingleFile, completed, read_single_file
+from bottega.model_files.single_file_config import Config, derive_configurations, misfit, shapes_of
+from bottega.model_files.single_file_folder import index_of, scheduler_config, tokenizer_configs
+from bottega.model_files.single_file_kind import DIFFUSERS_HINT, FileKind
+from bottega.model_files.single_file_transformer import Shape, original_tensor
 from bottega.model_files.tensor_check import EXPECTED_TENSORS, controlnet_tensors
 from bottega.model_files.transformer_rules import Tensors
 from bottega.model_files.vae_rules import check_vae_config
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import MAX_TENSORS
-
-_START, _END = "<|startoftext|>", "<|endoftext|>"
-
-
-def index_of(source: SingleFile, configs: Mapping[str, Config]) -> Config:
-    """Return the model_index.json of a whole model with these configurations of its parts."""
-    denoiser = configs[denoiser_part(source.family)]
-    return model_index(source.family, is_inpainting=denoiser["in_channels"] != denoiser["out_channels"])
-
-
-def model_index(family: str, *, is_inpainting: bool = False) -> Config:
-    """Return the model_index.json of a family.
-
-    Args:
-        is_inpainting: Whether the UNet takes a mask and a masked picture as well.
-    """
-    facts = FAMILIES[family]
-    pipeline = facts.pipeline.replace("Pipeline", "InpaintPipeline" if is_inpainting else "Pipeline")
-    index: Config = {"_class_name": pipeline, "_diffusers_version": VERSION}
-    if family == SDXL:
-        index["force_zeros_for_empty_prompt"] = True
-    elif family != SD3:
-        # Files of this layout have no filter of pictures.
-        index |= {"safety_checker": [None, None], "feature_extractor": [None, None], "requires_safety_checker": False}
-    parts: Config = {part: list(kind) for part, kind in PARTS[family].items()}
-    parts |= {part: [None, None] for part in OPTIONAL_PARTS.get(family, ())}
-    return index | parts | {"scheduler": ["diffusers", facts.scheduler]}
-
-
-def scheduler_config(source: SingleFile) -> Config:
-    """Return the scheduler_config.json of a family, with what the file says of its training."""
-    if source.family == SD3:
-        config: Config = {"num_train_timesteps": 1000, "shift": 3.0, "use_dynamic_shifting": False}
-        return config | {"_class_name": FAMILIES[SD3].scheduler, "_diffusers_version": VERSION}
-    config = {
-        "_class_name": FAMILIES[source.family].scheduler,
-        "_diffusers_version": VERSION,
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "clip_sample": False,
-        "num_train_timesteps": 1000,
-        "prediction_type": source.prediction_type,
-        "set_alpha_to_one": False,
-        "skip_prk_steps": True,
-        "steps_offset": 1,
-        "trained_betas": None,
-    }
-    if FAMILIES[source.family].has_two_encoders:
-        config |= {"interpolation_type": "linear", "sample_max_value": 1.0, "timestep_spacing": "leading"}
-        config |= {"use_karras_sigmas": False}
-    if source.zero_terminal_snr:
-        # Such a schedule must begin at its last timestep (arXiv 2305.08891, section 3.3).
-        config |= {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
-    return config
-
-
-def tokenizer_configs(family: str, part: str) -> dict[str, Config]:
-    """Return a tokenizer's JSON files but its vocabulary, by name.
-
-    OpenCLIP's text encoders were trained with 0, the number of "!", behind a prompt's end, and CLIP's with its last.
-    """
-    pad = "!" if part.replace("tokenizer", "text_encoder") in FAMILIES[family].open_clip else _END
-    start, end = (_special(text) for text in (_START, _END))
-    special = {"bos_token": start, "eos_token": end, "pad_token": pad, "unk_token": end}
-    config = {
-        "add_prefix_space": False,
-        "bos_token": {"__type": "AddedToken", **start},
-        "clean_up_tokenization_spaces": True,
-        "do_lower_case": True,
-        "eos_token": {"__type": "AddedToken", **end},
-        "errors": "replace",
-        "model_max_length": 77,
-        "pad_token": pad,
-        "tokenizer_class": "CLIPTokenizer",
-        "unk_token": {"__type": "AddedToken", **end},
-    }
-    return {"special_tokens_map.json": special, "tokenizer_config.json": config}
-
-
-def _special(text: str) -> Config:
-    return {"content": text, "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
-
 
 _RESNET = {
     "norm1": "in_layers.0",
@@ -265,15 +171,17 @@ _WHOLE = ("unet", "transformer", "controlnet")
 _NAMES: Mapping[str, OriginalName] = {"unet": unet_name, "controlnet": controlnet_name, "vae": vae_name}
 
 
-def refusal_of(path: Path, prediction_type: str = "", vae: Path | None = None) -> str:
+def refusal_of(path: Path, prediction_type: str = "", vae: Path | None = None, parts: Path | None = None) -> str:
     """Return a sentence, with the file's name, on why workers cannot serve a single file; empty if they can.
 
     Args:
         prediction_type: See `read_single_file`.
         vae: See `read_single_file`.
+        parts: Folder of a model that has the parts that the file lacks.
     """
     try:
         source = read_single_file(path, prediction_type=prediction_type, vae=vae)
+        source = source if parts is None else with_parts(source, parts)
         if source.kind is not FileKind.MODEL and not source.problem:
             raise ValueError(f"it is {source.kind.value}, and not a whole model")
         check_header(source)
@@ -318,6 +226,29 @@ def check_header(source: SingleFile) -> dict[str, Config]:
     return configs
 
 
+def with_parts(model: SingleFile, folder: Path) -> SingleFile:
+    """Return a whole model that takes the parts that its file lacks from the folder of another one.
+
+    Raises:
+        ValueError: It is no folder of a model of the same family, or lacks the same parts. The text is a sentence.
+    """
+    if model.kind is not FileKind.MODEL or (model.problem and not model.lacking):
+        return model
+    try:
+        family, wrong = family_of(folder, read_json_object(folder / INDEX_FILE))
+    except ValueError as error:
+        family, wrong = "", str(error)
+    if wrong:
+        raise ValueError(f"no parts can be taken from {folder}: {INDEX_FILE}: {wrong}")
+    if family != model.family:
+        both = f"its model is of {TITLES[family]}, and the file is of {model.title}"
+        raise ValueError(f"no parts can be taken from {folder}: {both}")
+    found = completed(model, {part: folder / part for part in PARTS[family] if (folder / part).is_dir()})
+    if found.lacking:
+        raise ValueError(f"it and the folder {folder} lack {', '.join(found.lacking)}; download the folder again")
+    return found
+
+
 def expected_tensors(part: str, config: Config, family: str) -> Tensors:
     """Yield the names and shapes that a part of a family's models has in Diffusers and transformers.
 
@@ -342,21 +273,24 @@ def configurations_of(source: SingleFile) -> dict[str, Config]:
     if source.problem:
         raise ValueError(source.problem)
     configs = derive_configurations(source)
-    shifts = source.family == SD3
+    shifts = TRANSFORMER in PARTS[source.family]
     if source.kind is FileKind.VAE and (problem := next(check_vae_config(configs["vae"], shifts=shifts), "")):
         raise ValueError(f"its vae cannot be served: {problem}")
     if source.kind is FileKind.CONTROLNET:
         expected_tensors("controlnet", configs["controlnet"], source.family)
     if source.kind is not FileKind.MODEL:
         return configs
-    tokenizers = {
-        part: tokenizer_configs(source.family, part)["tokenizer_config.json"]
-        for part in ("tokenizer", "tokenizer_2")
-        if part.replace("tokenizer", "text_encoder") in configs
+    tokenizers = {part: tokenizer_configs(source.family, part)["tokenizer_config.json"] for part in source.tokenizers}
+    others, problems = read_configs(source.others, {part: config_file(part) for part in source.others})
+    together: dict[str, Mapping[str, object]] = {
+        **configs,
+        **tokenizers,
+        **others,
+        "scheduler": scheduler_config(source),
     }
-    together = {**configs, **tokenizers, "scheduler": scheduler_config(source)}
-    if problems := check_configurations(index_of(source, configs), together, family=source.family):
-        raise ValueError(f"its parts do not fit each other: {problems[0]}")
+    problems += check_configurations(index_of(source, configs), together, family=source.family)
+    if wrong := next(iter(problems or check_contents(source.others, source.family, together)), ""):
+        raise ValueError(f"its parts do not fit each other: {wrong}")
     return configs
 
 
@@ -369,8 +303,7 @@ def _wanted(source: SingleFile, part: str, config: Config) -> Iterator[tuple[str
             original = open_clip_name(name, config)
             yield original, open_clip_shape(original, shape)
         elif part == TRANSFORMER:
-            original = transformer_name(name)
-            yield original, transformer_shape(original, shape)
+            yield original_tensor(source.family, name, shape)
         elif (source.family, part, name) == _IDENTITY:
             continue
         elif part in _NAMES and not is_diffusers:

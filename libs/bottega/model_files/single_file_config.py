@@ -11,22 +11,19 @@ from bottega.model_files.family_names import (
     CLIP_L_SD3,
     CLIP_PREFIXES,
     FAMILIES,
+    FLUX,
     OPEN_CLIP,
     OPEN_CLIP_SDXL,
+    SD3,
+    T5,
     V_PREDICTION,
     class_of,
     denoiser_part,
     with_article,
 )
-from bottega.model_files.single_file import (
-    CONTROLNET,
-    DIFFUSERS_HINT,
-    OTHER_VERSION,
-    UNET,
-    VAE_PREFIXES,
-    SingleFile,
-)
-from bottega.model_files.single_file_transformer import transformer_config
+from bottega.model_files.single_file import OTHER_VERSION, SingleFile
+from bottega.model_files.single_file_kind import CONTROLNET, DIFFUSERS_HINT, UNET, VAE_PREFIXES
+from bottega.model_files.single_file_transformer import t5_config, transformer_config
 
 Config = dict[str, Any]
 Shapes = Mapping[str, tuple[int, ...]]
@@ -73,9 +70,10 @@ def derive_configurations(source: SingleFile) -> dict[str, Config]:
             raise ValueError(f"{misfit(part, source)}: it lacks {error.args[0]}; {OTHER_VERSION}") from None
         except IndexError:
             raise ValueError(f"{misfit(part, source)}: a tensor has too few dimensions; {OTHER_VERSION}") from None
-    if denoiser := derived.get(denoiser_part(source.family)):
+    side = derived.get(denoiser_part(source.family), {}).get("sample_size")
+    if side and "vae" in derived:
         latent_scale = 2 ** (len(derived["vae"]["block_out_channels"]) - 1)
-        derived["vae"]["sample_size"] = denoiser["sample_size"] * latent_scale
+        derived["vae"]["sample_size"] = side * latent_scale
     return derived
 
 
@@ -100,8 +98,10 @@ def _unet(shapes: Shapes, source: SingleFile) -> Config:
 
 
 def _transformer(shapes: Shapes, source: SingleFile) -> Config:
-    derived = {"_diffusers_version": VERSION, "sample_size": FAMILIES[source.family].latent_side}
-    return derived | transformer_config(shapes)
+    derived: Config = {"_diffusers_version": VERSION}
+    if source.family == SD3:
+        derived["sample_size"] = FAMILIES[SD3].latent_side
+    return derived | transformer_config(source.family, shapes)
 
 
 def _controlnet(shapes: Shapes, source: SingleFile) -> Config:
@@ -306,6 +306,8 @@ def _transformers_clip(shapes: Shapes, act: str) -> Config:
 
 
 def _text_encoder_2(shapes: Shapes, source: SingleFile) -> Config:
+    if source.family == FLUX:
+        return t5_config(shapes)
     original = "text_encoder_2" in FAMILIES[source.family].original_names
     return (_open_clip(shapes) if original else _transformers_clip(shapes, "gelu")) | {
         "architectures": ["CLIPTextModelWithProjection"],
@@ -381,7 +383,7 @@ _PREFIXES: Mapping[str, tuple[str, ...]] = {
         *(prefix + inner for prefix in (*CLIP_PREFIXES, CLIP_L_SD3) for inner in ("text_model.", "")),
         OPEN_CLIP,
     ),
-    "text_encoder_2": (f"{CLIP_G_SD3}text_model.", CLIP_G_SD3, OPEN_CLIP_SDXL),
+    "text_encoder_2": (f"{CLIP_G_SD3}text_model.", CLIP_G_SD3, OPEN_CLIP_SDXL, T5),
 }
 _DERIVE = {
     "unet": _unet,

@@ -168,6 +168,7 @@ def test_several_models_have_their_workers_and_adapters_in_one_suite(tmp_path: P
         (["--model=miniature", "--model=miniature"], "two models have the name miniature"),
         (["--model=miniature", "--model-name=a", "--model-name=b"], "--model-name is given 2 times, for 1 models"),
         (["--model=miniature", "--model=other", "--vae=vae"], "--vae is for a suite of one model"),
+        (["--model=miniature", "--parts=flux"], "--parts is for a suite of one model, which is a single file"),
         (["--model=miniature", "--model=absent"], "the embedded model absent is not installed"),
     ],
 )

@@ -13,15 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from bottega.client.cli import main
 from bottega.errors import ConfigError
 from bottega.model_files.importing import import_file, import_for_serving
+from tests.samples.family_models import family_model
 from tests.samples.single_files import write_single_file, write_vae_file
 
 _FACTS = dict.fromkeys(("kind", "family", "title", "prediction_type", "prediction_source"), "")
-# Stands in for the interpreter, whose arguments are -m MODULE FILE FOLDER FAMILY PREDICTION_TYPE VAE.
+# Stands in for the interpreter, whose arguments are -m MODULE FILE FOLDER FAMILY PREDICTION_TYPE VAE PARTS.
 _QUICK_CONVERSION = f"""#!/bin/sh
 mkdir -p "$4" && if [ -n "$7" ]; then cp "$7" "$4/vae"; fi
+if [ -n "$8" ]; then ln -s "$8" "$4/parts"; fi
 echo '{json.dumps({"is_new": True, "prediction_is_guess": False, **_FACTS})}'
 """
 
@@ -68,13 +72,32 @@ def test_each_vae_and_version_of_it_gets_a_folder_that_other_imports_keep(tmp_pa
     assert (third / "vae").read_bytes() == vaes[1].read_bytes()
 
 
+@pytest.mark.usefixtures("quick_conversions")
+def test_the_command_names_the_folder_of_other_parts(tmp_path: Path) -> None:
+    file, folder, parts = tmp_path / "scenes.safetensors", tmp_path / "scenes", tmp_path / "flux"
+    done = CliRunner().invoke(main, ["models", "import", str(file), "--parts", str(parts)])
+    assert done.exit_code == 0, done.output
+    assert (folder / "parts").readlink() == parts
+
+
+@pytest.mark.usefixtures("quick_conversions")
+def test_each_folder_of_other_parts_gets_a_folder(tmp_path: Path) -> None:
+    state, file = tmp_path / "state", write_single_file(tmp_path / "scenes.safetensors", "sd15")
+    parts = family_model("SD 1")
+    folder = _import(file, state, parts=parts)
+    assert (folder / "parts").readlink() == parts
+    assert _import(file, state) != folder
+    with pytest.raises(ConfigError, match="no parts can be taken from"):
+        _import(file, state, parts=family_model("SD 3"))
+
+
 def test_a_refusal_is_the_converters_sentence(tmp_path: Path) -> None:
     file = write_vae_file(tmp_path / "vae.safetensors")
     with pytest.raises(ConfigError) as refused:
         asyncio.run(import_file(file, tmp_path / "vae"))
     assert refused.value.message == (
         f"{file} cannot be converted: VAEs of several families have the same tensors; say for which it is: "
-        "--family sd15|sd21|sdxl|sd3"
+        "--family sd15|sd21|sdxl|sd3|flux"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["vae.safetensors"]
 

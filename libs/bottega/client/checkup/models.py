@@ -13,15 +13,16 @@ from typing import Any
 from bottega.miniature import MODELS
 from bottega.model_files.configuration_rules import INDEX_FILE
 from bottega.model_files.family_names import FAMILIES, SD3, SDXL, denoiser_part
-from bottega.model_files.folder_check import check_model_folder, folder_of, name_of
+from bottega.model_files.folder_check import check_model_folder, default_size, folder_of, name_of
 from bottega.model_files.presets import read_preset
 from bottega.model_files.report import ModelReport
 from bottega.model_files.scheduler_rules import FLOW_MATCHING, SAMPLER_CLASSES
-from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
-from bottega.model_files.single_file_check import check_header, scheduler_config
+from bottega.model_files.single_file import SingleFile, read_single_file
+from bottega.model_files.single_file_check import check_header
 from bottega.model_files.single_file_config import Config
+from bottega.model_files.single_file_folder import scheduler_config
+from bottega.model_files.single_file_kind import FileKind
 from bottega.model_files.single_file_transformer import WITHOUT_T5
-from bottega.model_files.vae_rules import latent_scale
 
 _SINGLE_FILE = "single file"
 _SAFETENSORS = ".safetensors"
@@ -255,7 +256,7 @@ def _of_file(found: SingleFile) -> ModelFacts:
         pipeline="",
         variant="",
         parts=tuple(parts),
-        default_size=denoiser["sample_size"] * latent_scale(configs["vae"]) if denoiser else 0,
+        default_size=default_size(configs, found.family) if denoiser else 0,
         sampler=_sampler_of(scheduler_config(found)["_class_name"]) if denoiser else "",
         prediction_type=found.prediction_type if found.kind is FileKind.MODEL and found.family else "",
         problems=(problem,) if problem else (),

@@ -109,6 +109,12 @@ def check_command(*, path: str, as_json: bool) -> None:
 @click.option(
     "--vae", type=click.Path(path_type=Path), help="File of a VAE for a model, in place of its own or of none."
 )
+@click.option(
+    "--parts",
+    type=click.Path(path_type=Path),
+    help="Folder of a model of the same family, for the parts that a model lacks, such as T5 with its tokenizer. The "
+    "new folder links to them.",
+)
 @click.option("--to", "folder", type=click.Path(path_type=Path), help="New folder; default: FILE without its suffix.")
 @_JSON
 def import_command(
@@ -117,6 +123,7 @@ def import_command(
     family: str | None,
     prediction_type: str | None,
     vae: Path | None,
+    parts: Path | None,
     folder: Path | None,
     as_json: bool,
 ) -> None:
@@ -127,10 +134,11 @@ def import_command(
     what the first has made.
     """
     from bottega.model_files.importing import import_file
-    from bottega.model_files.single_file import FileKind
+    from bottega.model_files.single_file_kind import FileKind
 
     target = folder or file.with_suffix("")
-    result = run_import(import_file(file, target, family or "", prediction_type or "", vae, on_part=note_part))
+    importing = import_file(file, target, family or "", prediction_type or "", vae, parts=parts, on_part=note_part)
+    result = run_import(importing)
     if as_json:
         say(json.dumps({**asdict(result), "folder": str(target)}))
         return

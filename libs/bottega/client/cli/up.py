@@ -73,6 +73,11 @@ class _WithServicesOptions(click.Command):
 )
 @click.option("--vae", default="", help="VAE in place of the model's own: a folder or a single .safetensors file.")
 @click.option(
+    "--parts",
+    type=click.Path(path_type=Path),
+    help="Folder of a model that has the parts that a single file lacks, such as T5 with its tokenizer.",
+)
+@click.option(
     "--model-name",
     "model_names",
     multiple=True,
@@ -112,6 +117,7 @@ def command(
     models: tuple[str, ...],
     prediction_type: str | None,
     vae: str,
+    parts: Path | None,
     model_names: tuple[str, ...],
     device: str,
     dtype: str,
@@ -144,7 +150,7 @@ def command(
         fail("--vae is for a suite of one model", "Put the VAE into the model's folder, or start a suite for it.")
     if len(model_names) > len(models):
         fail(f"--model-name is given {len(model_names)} times, for {len(models)} models")
-    options = _with_folders(given, prediction_type or "", state)
+    options = _with_folders(given, prediction_type or "", parts, state)
     _check_models(options)
     try:
         if detach:
@@ -168,13 +174,15 @@ def command(
         )
 
 
-def _with_folders(options: SuiteOptions, prediction_type: str, state: StateFolder) -> SuiteOptions:
+def _with_folders(options: SuiteOptions, prediction_type: str, parts: Path | None, state: StateFolder) -> SuiteOptions:
     """Return options that name folders in the state folder that are made from the given single files."""
     from bottega.model_files.folder_check import check_model_folder, folder_of, name_of
     from bottega.model_files.importing import import_for_serving, import_vae_for_serving
     from bottega.model_files.single_file import is_single_file
     from bottega.model_files.single_file_check import refusal_of, vae_refusal
 
+    if parts is not None and not (len(options.models) == 1 and is_single_file(options.models[0])):
+        fail("--parts is for a suite of one model, which is a single file", "Folders have all of their parts.")
     vae = Path(options.vae) if is_single_file(options.vae) else None
     if vae is not None and not is_single_file(options.models[0]):
         family = check_model_folder(folder_of(options.models[0])).family
@@ -187,8 +195,9 @@ def _with_folders(options: SuiteOptions, prediction_type: str, state: StateFolde
         found, name = model, given
         if is_single_file(model):
             file = Path(model)
-            _make_state_for(refusal_of(file, prediction_type, vae), state)
-            result = run_import(import_for_serving(file, state.root, prediction_type, vae, on_part=note_part))
+            _make_state_for(refusal_of(file, prediction_type, vae, parts), state)
+            importing = import_for_serving(file, state.root, prediction_type, vae, parts=parts, on_part=note_part)
+            result = run_import(importing)
             note(result.summary)
             found, name = str(result.folder), given or name_of(str(file.with_suffix("")))
         models.append(found)

@@ -1,4 +1,4 @@
-"""The program that converts a file: `python -m bottega.worker.conversion FILE FOLDER [FAMILY [PREDICTION_TYPE [VAE]]]`.
+"""The program that converts a file: `python -m bottega.worker.conversion FILE FOLDER FAMILY PREDICTION_TYPE VAE PARTS`.
 
 bottega.model_files.importing starts it. It prints one JSON object per line: `{"part": ..., "size_bytes": ...}` before
 it converts a part, and the result at the end. After an error it prints a sentence to stderr and exits with status 1.
@@ -22,13 +22,19 @@ _STDIN = 0
 
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit status."""
-    file, folder, family, prediction_type, vae = (*arguments, "", "", "")[:5]
+    file, folder, family, prediction_type, vae, parts = (*arguments, "", "", "", "")[:6]
     # Ends by an exception, so that what is half written is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         done = convert_file(
-            Path(file), Path(folder), family, prediction_type, Path(vae) if vae else None, on_part=_say_part
+            Path(file),
+            Path(folder),
+            family,
+            prediction_type,
+            Path(vae) if vae else None,
+            parts=Path(parts) if parts else None,
+            on_part=_say_part,
         )
     except ConfigError as error:
         print(error.message, file=sys.stderr)

@@ -22,8 +22,10 @@ from bottega.errors import ConfigError
 from bottega.model_files.digest import file_digest
 from bottega.model_files.importing import remove_abandoned
 from bottega.model_files.json_files import is_there, read_json_object
-from bottega.model_files.single_file import FileKind, SingleFile, read_single_file
-from bottega.model_files.single_file_check import configurations_of, index_of, scheduler_config, tokenizer_configs
+from bottega.model_files.single_file import SingleFile, read_single_file
+from bottega.model_files.single_file_check import configurations_of, with_parts
+from bottega.model_files.single_file_folder import index_of, scheduler_config, tokenizer_configs
+from bottega.model_files.single_file_kind import FileKind
 from bottega.process.memory import available_bytes
 from bottega.storage import folders
 from bottega.storage.folders import ProcessLock
@@ -59,6 +61,7 @@ def convert_file(
     prediction_type: str = "",
     vae: Path | None = None,
     *,
+    parts: Path | None = None,
     on_part: Callable[[str, int], None] = lambda part, size_bytes: None,
 ) -> Conversion:
     """Convert a single file to a folder in Diffusers' layout.
@@ -67,6 +70,7 @@ def convert_file(
         family: See `read_single_file`.
         prediction_type: See `read_single_file`.
         vae: See `read_single_file`.
+        parts: Folder of a model that has the parts that the file lacks. The new folder links to them.
         on_part: Called with the name and the bytes of each part before it is converted.
 
     Raises:
@@ -74,6 +78,7 @@ def convert_file(
     """
     try:
         source = read_single_file(path, family, prediction_type, vae)
+        source = source if parts is None else with_parts(source, parts)
         configs = configurations_of(source)
         if is_there(folder):
             _check_made_of(folder, source)
@@ -133,12 +138,13 @@ def _write(
 
 def _write_rest(source: SingleFile, configs: Mapping[str, dict[str, Any]], folder: Path) -> None:
     """Write what a whole model has beside its weights."""
-    for part in ("tokenizer", "tokenizer_2"):
-        if part.replace("tokenizer", "text_encoder") in source.parts:
-            (folder / part).mkdir()
-            write_vocabulary(folder / part)
-            for name, values in tokenizer_configs(source.family, part).items():
-                _write_json(folder / part / name, values)
+    for part in source.tokenizers:
+        (folder / part).mkdir()
+        write_vocabulary(folder / part)
+        for name, values in tokenizer_configs(source.family, part).items():
+            _write_json(folder / part / name, values)
+    for part, place in source.others.items():
+        (folder / part).symlink_to(place.resolve(), target_is_directory=True)
     (folder / "scheduler").mkdir()
     _write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config(source))
     _write_json(folder / "model_index.json", index_of(source, configs))
@@ -178,6 +184,7 @@ def _record(source: SingleFile, digest: str) -> dict[str, object]:
     return {
         "family": source.family,
         "prediction_type": source.prediction_type,
+        "parts": {part: str(place.resolve()) for part, place in source.others.items()} or None,
         "vae_sha256": None if source.vae is None else file_digest(source.vae),
         "size_bytes": status.st_size,
         "modified_ns": status.st_mtime_ns,

@@ -24,14 +24,16 @@ from bottega.model_files.family_names import (
     CLIP_G_SD3,
     CLIP_L_SD3,
     FAMILIES,
+    FLUX,
     OPEN_CLIP,
     OPEN_CLIP_SDXL,
     SD3,
     TRANSFORMER,
     with_article,
 )
-from bottega.model_files.single_file import CONTROLNET, DIFFUSERS_HINT, OTHER_VERSION, SingleFile
+from bottega.model_files.single_file import OTHER_VERSION, SingleFile
 from bottega.model_files.single_file_check import expected_tensors
+from bottega.model_files.single_file_kind import CONTROLNET, DIFFUSERS_HINT
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import MAX_TENSORS
 
@@ -41,6 +43,8 @@ _TEXT_PREFIX = "text_model."
 _PROJECTION = "text_projection.weight"
 _POSITIONS = "embeddings.position_ids"
 _SHOWN_CHARACTERS = 80
+# Queries, keys, values and the feed-forward layer of a block of Flux.1, 3,072 wide.
+_FLUX_FUSED_ROWS = 7 * 3072
 # Parts of which every tensor is drawn with, under one name.
 _WHOLE = ("unet", TRANSFORMER, "controlnet")
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
@@ -112,7 +116,21 @@ def _unet(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
 
 
 def _transformer(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
-    converted: State = stock.convert_sd3_transformer_checkpoint_to_diffusers(state)
+    if source.family == SD3:
+        converted: State = stock.convert_sd3_transformer_checkpoint_to_diffusers(state)
+        return converted
+    # The converter cuts these layers for the width of published models alone. Others are cut here.
+    fused = {name: tensor for name, tensor in state.items() if ".linear1." in name}
+    state |= {name: tensor.new_empty(_FLUX_FUSED_ROWS, 0) for name, tensor in fused.items()}
+    converted = stock.convert_flux_transformer_checkpoint_to_diffusers(state)
+    width = config["attention_head_dim"] * config["num_attention_heads"]
+    for name, tensor in fused.items():
+        number, _, end = name.rpartition("single_blocks.")[2].split(".")
+        layers = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+        cut = tensor.split_with_sizes((width, width, width, 4 * width))
+        converted |= {
+            f"single_transformer_blocks.{number}.{layer}.{end}": rows for layer, rows in zip(layers, cut, strict=True)
+        }
     return converted
 
 
@@ -152,6 +170,10 @@ def _transformers_clip(state: State, prefix: str) -> State:
 
 
 def _text_encoder_2(source: SingleFile, config: Mapping[str, Any], state: State) -> State:
+    if source.family == FLUX:
+        made: State = stock.convert_sd3_t5_checkpoint_to_diffusers(state)
+        made.pop("encoder.embed_tokens.weight", None)  # The same as `shared`.
+        return made
     if source.family == SD3:
         return _transformers_clip(state, CLIP_G_SD3)
     return _open_clip(state, config, OPEN_CLIP_SDXL)

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,14 @@ from diffusers import (
     AutoencoderKL,
     ControlNetModel,
     ControlNetUnionModel,
+    FluxPipeline,
+    FluxTransformer2DModel,
     StableDiffusion3Pipeline,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
 )
+from diffusers.loaders import single_file_utils
+from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from safetensors.torch import load_file, save_file
 from transformers import CLIPTokenizer
 
@@ -31,19 +36,24 @@ from bottega.errors import ConfigError
 from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.controlnet_folder import check_controlnet
 from bottega.model_files.digest import model_digest
+from bottega.model_files.family_names import class_of
 from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.importing import import_file
-from bottega.model_files.single_file import FileKind, read_single_file
-from bottega.model_files.single_file_check import check_header
+from bottega.model_files.single_file import read_single_file
+from bottega.model_files.single_file_check import check_header, with_parts
 from bottega.model_files.single_file_config import derive_configurations
+from bottega.model_files.single_file_kind import FileKind
 from bottega.model_files.single_file_transformer import WITHOUT_T5
 from bottega.process.engine_supervisor import engine_environment
 from bottega.worker.conversion.folder import convert_file, write_vocabulary
 from bottega.worker.conversion.tensors import check_part
 from tests.samples import published_configs, stable_diffusion_configs
+from tests.samples.family_models import family_model
 from tests.samples.single_files import (
     SHAPES,
     TRUE_SHAPES,
+    flux_tensors,
+    random_tensors,
     write_controlnet_file,
     write_single_file,
     write_vae_file,
@@ -55,7 +65,9 @@ PIPELINES = {
     "sd21": StableDiffusionPipeline,
     "sdxl": StableDiffusionXLPipeline,
     "sd3": StableDiffusion3Pipeline,
+    "flux": FluxPipeline,
 }
+_FLUX_WIDTH = 3072
 # Of what Python and the allocator do.
 _SLACK_BYTES = 48 << 20
 PUBLISHED = {
@@ -73,16 +85,34 @@ PUBLISHED = {
         "text_encoder": published_configs.text_encoder(),
         "text_encoder_2": published_configs.text_encoder_2(),
     },
+    "flux": {
+        "transformer": stable_diffusion_configs.flux_transformer(),
+        "vae": stable_diffusion_configs.flux_vae(),
+        "text_encoder": published_configs.text_encoder(),
+        "text_encoder_2": stable_diffusion_configs.t5_xxl(),
+    },
 }
 PARTS = ("unet", "transformer", "vae", "text_encoder", "text_encoder_2")
 NO_T5 = dict.fromkeys(("text_encoder_3", "tokenizer_3"))
 
 
+@pytest.fixture
+def stock_flux_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Diffusers convert tiny models of Flux.1: its converter has the width of the published ones in its code."""
+    convert = single_file_utils.convert_flux_transformer_checkpoint_to_diffusers
+    code, width = convert.__code__, SHAPES["flux"].widths[0]
+    constants = tuple(width if each == _FLUX_WIDTH else each for each in code.co_consts)
+    assert constants.count(width) == 1
+    tiny = FunctionType(code.replace(co_consts=constants), convert.__globals__)
+    monkeypatch.setitem(SINGLE_FILE_LOADABLE_CLASSES["FluxTransformer2DModel"], "checkpoint_mapping_fn", tiny)
+
+
+@pytest.mark.usefixtures("stock_flux_width")
 @pytest.mark.parametrize("family", PIPELINES)
 def test_a_model_equals_that_of_from_single_file(family: str, tmp_path: Path) -> None:
     file = write_single_file(tmp_path / "model.safetensors", family)
 
-    done = convert_file(file, tmp_path / "model")
+    done = convert_file(file, tmp_path / "model", parts=family_model("Flux dev") if family == "flux" else None)
 
     assert (done.is_new, done.source.family) == (True, family)
     report = check_model_folder(done.folder)
@@ -102,10 +132,10 @@ def test_published_models_get_their_published_configurations(family: str, tmp_pa
     assert derived.keys() == PUBLISHED[family].keys()
     for part, config in derived.items():
         check_part(source, part, config)
-        assert _effective(part, config) == _effective(part, PUBLISHED[family][part])
+        assert _effective(part, family, config) == _effective(part, family, PUBLISHED[family][part])
 
 
-def _effective(part: str, config: Mapping[str, object]) -> dict[str, object]:
+def _effective(part: str, family: str, config: Mapping[str, object]) -> dict[str, object]:
     """Return the fields that a network reads, with defaults; null is false."""
     unread = {
         "architectures",
@@ -113,8 +143,7 @@ def _effective(part: str, config: Mapping[str, object]) -> dict[str, object]:
         "transformers_version",
         "projection_dim" if part == "text_encoder" else "",
     }
-    classes = {"unet": "UNet2DConditionModel", "transformer": "SD3Transformer2DModel", "vae": "AutoencoderKL"}
-    filled = filled_config(classes.get(part, "CLIPTextModel"), config)
+    filled = filled_config(class_of(part, family), config)
     return {name: value for name, value in filled.items() if value and not (name.startswith("_") or name in unread)}
 
 
@@ -151,6 +180,102 @@ def test_a_transformer_without_norms_and_second_attention_is_that_of_from_single
     assert ours.text_encoder.text_projection.weight.equal(torch.eye(64))  # as Diffusers takes it
 
 
+@pytest.mark.usefixtures("stock_flux_width")
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_a_transformer_alone_gets_its_other_parts_from_a_folder(prefix: str, tmp_path: Path) -> None:
+    """Of Flux.1, as Black Forest Labs publish it, and with the names that ComfyUI saves. The VAE is that of a file."""
+    shape = replace(SHAPES["flux"], layers=1, singles=1, clip=(32, 2), t5=(96, 2, 2, 40))
+    named = [(f"{prefix}{name}", extents) for name, extents in flux_tensors(shape)]
+    file, vae = tmp_path / "flux.safetensors", write_vae_file(tmp_path / "ae.safetensors", latent=16)
+    save_file(random_tensors(named, dtype=torch.float16), file)
+    others = family_model("Flux dev")
+    with pytest.raises(ConfigError) as refused:
+        convert_file(file, tmp_path / "flux")
+    assert refused.value.message == (
+        f"{file} cannot be converted: it lacks text_encoder, text_encoder_2, tokenizer, tokenizer_2, vae; name the "
+        "folder of a Flux.1 model that has them with --parts of `bottega up` or `bottega models import`"
+    )
+    folder = convert_file(file, tmp_path / "flux", parts=others).folder
+    assert check_model_folder(folder).problems == ()
+    assert (folder / "text_encoder_2").resolve() == others / "text_encoder_2"
+    stock, ours = (
+        FluxTransformer2DModel.from_single_file(str(file), config=str(folder), subfolder="transformer"),
+        FluxTransformer2DModel.from_pretrained(folder, subfolder="transformer", use_safetensors=True),
+    )
+    assert_equal(stock, ours)
+    assert not convert_file(file, tmp_path / "flux", parts=others).is_new
+    replaced = convert_file(file, tmp_path / "other", vae=vae, parts=others).folder
+    assert check_model_folder(replaced).problems == ()
+    assert (replaced / "vae").resolve() == replaced / "vae"
+    with pytest.raises(ConfigError, match="was imported from another file"):
+        convert_file(file, tmp_path / "other", parts=others)
+    missing = f"{prefix}single_blocks.0.linear1.bias"
+    save_file({name: tensor for name, tensor in load_file(file).items() if name != missing}, file)
+    with pytest.raises(ValueError, match=r"not that of a Flux.1 model: it lacks single_blocks.0.linear1.bias"):
+        check_header(with_parts(read_single_file(file), others))
+    with pytest.raises(ConfigError, match=r"not that of a Flux.1 model: KeyError: 'single_blocks.0.linear1.bias'"):
+        convert_file(file, tmp_path / "third", parts=others)
+
+
+@pytest.mark.parametrize(
+    ("options", "pipeline", "shift"),
+    [
+        ({"guided": False}, "FluxPipeline", (1.0, False)),
+        ({"in_channels": 4 * (2 * 16 + 2**2)}, "FluxFillPipeline", (3.0, True)),
+    ],
+    ids=["schnell", "Fill"],
+)
+def test_a_transformer_of_flux_tells_its_pipeline_and_its_schedule(
+    options: dict[str, Any], pipeline: str, shift: tuple[float, bool], tmp_path: Path
+) -> None:
+    shape = replace(SHAPES["flux"], layers=1, singles=1, **options)
+    file = write_single_file(tmp_path / "model.safetensors", "flux", shape=shape)
+    folder = convert_file(file, tmp_path / "model", parts=family_model("Flux dev")).folder
+    report = check_model_folder(folder)
+    assert (report.problems, report.pipeline_class) == ((), pipeline)
+    scheduler = json.loads((folder / "scheduler" / "scheduler_config.json").read_bytes())
+    assert (scheduler["shift"], scheduler["use_dynamic_shifting"]) == shift
+
+
+def test_a_folder_gives_stable_diffusion_3_its_t5(tmp_path: Path) -> None:
+    shape = replace(SHAPES["sd3"], context=96, clip=(32, 2), clip_g=(64, 2), dual=())
+    file = write_single_file(tmp_path / "model.safetensors", "sd3", shape=shape)
+    folder = convert_file(file, tmp_path / "model", parts=family_model("SD 3")).folder
+    report = check_model_folder(folder)
+    assert report.problems == ()
+    assert report.parts["text_encoder_3"].parameters > 0
+    assert not (folder / "text_encoder").is_symlink()
+
+
+@pytest.mark.parametrize(
+    ("family", "others", "sentence"),
+    [
+        ("flux", "SD 3", "its model is of Stable Diffusion 3, and the file is of Flux.1"),
+        ("sd15", "nothing", "model_index.json: there is no such file; download the model again, with all of its files"),
+    ],
+)
+def test_parts_of_another_family_are_refused(family: str, others: str, sentence: str, tmp_path: Path) -> None:
+    file = write_single_file(tmp_path / "model.safetensors", family)
+    parts = tmp_path if others == "nothing" else family_model(others)
+    with pytest.raises(ConfigError) as refused:
+        convert_file(file, tmp_path / "model", parts=parts)
+    assert refused.value.message == f"{file} cannot be converted: no parts can be taken from {parts}: {sentence}"
+
+
+def test_a_folder_that_lacks_parts_too_is_named(tmp_path: Path) -> None:
+    parts = shutil.copytree(family_model("Flux dev"), tmp_path / "parts")
+    file = write_single_file(tmp_path / "model.safetensors", "flux")
+    (parts / "tokenizer_2" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="do not fit each other: tokenizer_2"):
+        convert_file(file, tmp_path / "model", parts=parts)
+    shutil.rmtree(parts / "tokenizer_2")
+    with pytest.raises(ConfigError) as refused:
+        convert_file(file, tmp_path / "model", parts=parts)
+    assert refused.value.message == (
+        f"{file} cannot be converted: it and the folder {parts} lack tokenizer_2; download the folder again"
+    )
+
+
 def test_a_model_of_flow_matching_says_that_it_draws_without_t5(tmp_path: Path) -> None:
     file = write_single_file(tmp_path / "model.safetensors", "sd3")
     source = read_single_file(file)
@@ -167,8 +292,10 @@ def test_a_check_of_the_header_expects_the_names_that_the_converter_reads(family
     """Each tensor of the UNet and the VAE is missed by its original name, as the converter misses it."""
     file = write_single_file(tmp_path / "model.safetensors", family)
     source = read_single_file(file)
+    if family == "flux":
+        source = with_parts(source, family_model("Flux dev"))
     assert check_header(source).keys() == source.parts.keys()
-    if family == "sd3":
+    if family in ("sd3", "flux"):
         return
     net = read_single_file(write_controlnet_file(tmp_path / "net.safetensors", family))
     assert check_header(net).keys() == {"controlnet"}

@@ -104,6 +104,7 @@ def _zeros(path: Path, *names: str, shape: tuple[int, ...] = (4, 4), dtype: torc
 
 _UNET = "model.diffusion_model."
 _FIRST = f"{_UNET}input_blocks.0.0.weight"
+_DOUBLE = "double_blocks.0.img_attn.qkv.weight"
 _VAE = "first_stage_model.decoder.a.weight"
 _CLIP = "cond_stage_model.transformer.a.weight"
 _DEEP = b'{"a":' + b"[" * 1000 + b"]" * 1000 + b"}"
@@ -152,7 +153,8 @@ HOSTILE: Mapping[str, Hostile] = {
     ),
     "a VAE of an unknown family": Hostile(
         write=write_vae_file,
-        sentence="VAEs of several families have the same tensors; say for which it is: --family sd15|sd21|sdxl|sd3",
+        sentence="VAEs of several families have the same tensors; say for which it is: --family "
+        "sd15|sd21|sdxl|sd3|flux",
     ),
     "a missing tensor": Hostile(
         write=lambda path: _changed(path, middle_block__2__out_layers__3__bias=None),
@@ -205,18 +207,23 @@ HOSTILE: Mapping[str, Hostile] = {
         sentence="it is SDXL's refiner, which has no first text encoder and takes an aesthetic score; give the file "
         "of an SDXL base model",
     ),
-    "FLUX": Hostile(
-        write=lambda path: _zeros(path, f"{_UNET}double_blocks.0.img_attn.qkv.weight"),
-        sentence="it is a FLUX model; only Stable Diffusion 1, Stable Diffusion 2, SDXL and Stable Diffusion 3 can be "
-        "converted",
+    "Chroma, whose blocks are those of Flux.1": Hostile(
+        write=lambda path: _zeros(path, _DOUBLE, "distilled_guidance_layer.in_proj.weight"),
+        sentence="it is a Chroma model; only Stable Diffusion 1, Stable Diffusion 2, SDXL, Stable Diffusion 3 and "
+        "Flux.1 can be converted",
+    ),
+    "Flux.1 in float8": Hostile(
+        write=lambda path: _zeros(path, f"{_UNET}{_DOUBLE}", dtype=torch.float8_e4m3fn),
+        sentence=f"the tensor {_UNET}{_DOUBLE} has elements of F8_E4M3; quantized weights are not served, download "
+        "float32, float16 or bfloat16 ones",
     ),
     "a transformer without text encoders": Hostile(
         write=lambda path: _zeros(path, f"{_UNET}joint_blocks.0.x_block.attn.qkv.weight", _VAE),
-        sentence="it has no text_encoder and no text_encoder_2; give the file of a whole model, with text encoders "
-        "and VAE",
+        sentence="it lacks text_encoder, text_encoder_2, tokenizer, tokenizer_2; name the folder of a Stable Diffusion "
+        "3 model that has them with --parts of `bottega up` or `bottega models import`",
     ),
-    "a transformer alone": Hostile(
-        write=lambda path: _zeros(path, "joint_blocks.0.x_block.attn.qkv.weight"),
+    "a UNet alone": Hostile(
+        write=lambda path: _zeros(path, "input_blocks.0.0.weight"),
         sentence="it has a denoising network alone, without text encoders and VAE; give the file of a whole model",
     ),
     "a transformer that lacks a projection": Hostile(
@@ -251,8 +258,8 @@ HOSTILE: Mapping[str, Hostile] = {
     ),
     "no text encoder": Hostile(
         write=lambda path: _zeros(path, _FIRST, f"{_UNET}label_emb.0.0.weight", _VAE),
-        sentence="it has no text_encoder and no text_encoder_2; give the file of a whole model, with text encoders "
-        "and VAE",
+        sentence="it lacks text_encoder, text_encoder_2, tokenizer, tokenizer_2; name the folder of an SDXL model that "
+        "has them with --parts of `bottega up` or `bottega models import`",
     ),
     "a part in Diffusers' layout": Hostile(
         write=lambda path: _zeros(path, "down_blocks.0.resnets.0.conv1.weight"),
