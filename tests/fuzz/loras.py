@@ -48,6 +48,7 @@ def lora_drawings(case: Any) -> Iterator[Case]:
         digest="a" * 64,
         measure_similarity=True,
         token="x" * 200,
+        denoiser_only=True,
     )
     yield case("a LoRA with everything, and no store", UNAVAILABLE, loras=[whole], num_inference_steps=200)
     yield case("a LoRA at the last step, and no store", UNAVAILABLE, loras=[Lora(name="ink", from_step=29)])
@@ -139,6 +140,7 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
     yield case("LoRAs that went in at the last step", [whole], decisions=AttemptDecisions(by_kind=loras_at(steps - 1)))
     yield case("a LoRA from the last step", [_ordered(from_step=steps - 1)])
     yield case("a measured LoRA", [_ordered(measure_similarity=True)])
+    yield case("a LoRA of the denoiser alone", [_ordered(denoiser_only=True)])
     yield case("an embedding", [_ordered(token="<" + "x" * 199)])
     yield case("an embedding of a long token", [_ordered(token="x" * 201)], "spec.loras[0].token")
     lacking = [f"spec.loras[0].{name}" for name in ("scale", "digest", "max_step")]

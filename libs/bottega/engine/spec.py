@@ -46,6 +46,8 @@ class LoraSpec:
     """If `from_step` is None: largest number of steps without it; 0 waits for it, which is exact."""
     measured: bool = False
     """Whether to measure how similar latents with and without it are. The job then waits for it."""
+    denoiser_only: bool = False
+    """Whether it is known to change no text encoder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from bottega import kinds
+from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.device.heartbeat import Heartbeat
 from bottega.device_links.tensor_messages import TensorMessage
-from bottega.engine.addon import EngineAddOnContext
+from bottega.engine.addon import EngineAddOn, EngineAddOnContext
 from bottega.engine.engine import Engine
 from bottega.engine.events import JobAdvanced
 from bottega.engine.job import EngineOrder
@@ -28,6 +29,7 @@ from bottega.fair_order import Share
 from bottega.model.model import Model, load_model
 from bottega.model.text_encoders import TextCache
 from bottega.model.vae import VaeSettings
+from bottega.model_files.family_names import UNET
 from bottega.process.child import FramedPipe, open_pair
 from bottega.transport import LinkCounters, ServiceOffer
 from bottega.v1.fleet_pb2 import ServiceAddress
@@ -38,7 +40,7 @@ from bottega.worker.stages.client import StageClient, StageLink
 from bottega.worker.stages.messages import refused_message
 from bottega.worker.stages.server import StageLinks, StageLoop, StageQueue, StageTask
 from tests.samples.edits import box_mask, edit_order
-from tests.samples.engine_loras import lora_spec
+from tests.samples.engine_loras import TEXT, LorasByHand, lora_spec, random_layers
 from tests.samples.small_model import SIZE, small_model
 from tests.support.manual_engine import Drawing, ManualEngine
 from tests.support.offers import OffersAtOnce
@@ -115,10 +117,22 @@ class Offers(OffersAtOnce):
         return ServiceOffer(offer=self.workers[address].links.offer("den", link_id, caller=""), service=address)
 
 
+def with_loras(model: Model, source: LorasByHand) -> EngineLoras:
+    """LoRAs that are computed beside the weights, which other tests use."""
+    return EngineLoras(model, source, patches=False)
+
+
 class Parted:
     """An engine without text encoders and decoder, and its stage workers by name. roles: its own."""
 
-    def __init__(self, folder: Path, *, vae: VaeSettings | None = None, roles: tuple[str, ...] = ("denoise",)) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        vae: VaeSettings | None = None,
+        roles: tuple[str, ...] = ("denoise",),
+        loras: LorasByHand | None = None,
+    ) -> None:
         encoder, decoder = replace(loaded("encode"), prompt_cache=TextCache(1 << 20)), loaded("decode", vae=vae)
         self.workers = {
             "enc": StageWorker("encode", encoder, folder / "enc.sock"),
@@ -134,7 +148,8 @@ class Parted:
             counters=LinkCounters(),
             heartbeat=Heartbeat(),
         )
-        self.addons = tuple(stage_addons([kind for kind in kinds.STAGES if kind not in roles], context))
+        stages = stage_addons([kind for kind in kinds.STAGES if kind not in roles], context)
+        self.addons: tuple[EngineAddOn, ...] = (*stages, *([with_loras(model, loras)] if loras else []))
         self.engine = ManualEngine(Engine(model, LIMITS, addons=self.addons))
         self.set_services("enc", "dec-1", "dec-2")
 
@@ -394,6 +409,32 @@ def test_jobs_that_need_the_text_encoders_are_refused(parted: Parted) -> None:
     for spec in (replace(SPEC, loras=(lora_spec("ink"),)), replace(SPEC, embeddings=(embedding,)), edit.spec):
         with pytest.raises(InternalError, match="worker without text encoders"):
             parted.engine.submit(replace(edit, spec=spec))
+
+
+def test_a_lora_of_the_denoiser_alone_needs_no_text_encoders(tmp_path: Path) -> None:
+    networks = loaded("encode", "denoise", "decode").networks
+    ink = {UNET: random_layers(networks[UNET], seed=1)}
+    both = {**ink, "text_encoder": random_layers(networks["text_encoder"], seed=2, targets=TEXT)}
+    source = LorasByHand.of({"ink": ink, "both": both})
+    order, wrong = (
+        EngineOrder(key=name, spec=replace(SPEC, loras=(lora_spec(name, denoiser_only=True),)), shared_turns=False)
+        for name in ("ink", "both")
+    )
+    made = Parted(tmp_path, loras=source)
+    try:
+        drawn = made.draw(order)
+        error = made.draw(wrong).error  # the store never says that of one with a part for text encoders
+    finally:
+        made.stop()
+    assert "a LoRA of text encoders came to a worker without them" in error.message
+    whole = loaded("encode", "denoise", "decode")
+    engine = ManualEngine(Engine(whole, LIMITS, addons=(with_loras(whole, source),)))
+    wanted, plain = engine.draw(order), engine.draw(replace(order, key="plain", spec=SPEC))
+    assert drawn.latents[0].equal(wanted.latents[0])
+    assert (drawn.pixels[0] == wanted.pixels[0]).all()
+    assert not wanted.latents[0].equal(plain.latents[0])
+    assert [use.name for use in drawn.record.provenance.loras] == ["ink"]
+    assert not source.open
 
 
 def test_a_cancelled_job_leaves_no_request_behind(parted: Parted) -> None:

@@ -141,7 +141,7 @@ def result_key(outline: GenerationSpec, *, model_hash: str, dtype: str, versions
     named.CopyFrom(outline)
     named.model = model_hash
     for lora in named.loras:
-        lora.name = ""
+        lora.name, lora.denoiser_only = "", False  # which the digest says
     for net, version in zip(named.controlnets, versions, strict=True):
         net.name = version
     _forget_switches(named, dtype)

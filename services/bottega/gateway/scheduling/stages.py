@@ -120,7 +120,8 @@ class StageRoles(AddOn):
             needs: Whether the job needs the worker's own text encoders.
         """
         if needs and kinds.ENCODE in worker.asks:
-            return f"LoRAs, embeddings and masks need a worker with the role encode, which {worker.name} lacks"
+            what = "LoRAs of text encoders, embeddings and masks"
+            return f"{what} need a worker with the role encode, which {worker.name} lacks"
         for stage in worker.asks:
             if next(self._providers(worker, stage), None) is None:
                 return f"{worker.name} lacks the role {stage}, and no worker with only this role serves its model now"
@@ -135,5 +136,5 @@ class StageRoles(AddOn):
 
 
 def needs_encoders(job: AddOnJob) -> bool:
-    """Return whether a job has LoRAs, embeddings or a mask, which need text encoders in its own worker."""
-    return bool(job.bare.loras) or job.request.mask_digest != ""
+    """Return whether a job needs text encoders in its own worker: for LoRAs of them, embeddings, or a mask."""
+    return job.request.mask_digest != "" or not all(lora.denoiser_only for lora in job.bare.loras)

@@ -163,6 +163,7 @@ def _lora(lora: generation_pb2.Lora) -> LoraSpec:
         from_step=lora.from_step if lora.HasField("from_step") else None,
         bound=lora.max_step,
         measured=lora.measure_similarity,
+        denoiser_only=lora.denoiser_only,
     )
 
 

@@ -76,8 +76,10 @@ class RemoteEncoding(_StageAddOn):
             InternalError: The gateway sent a job that needs the text encoders in this process.
         """
         spec = order.spec
-        if spec.loras or spec.embeddings or spec.edit is not None:
-            raise InternalError("a job with LoRAs, embeddings or a mask came to a worker without text encoders")
+        if spec.embeddings or spec.edit is not None or not all(lora.denoiser_only for lora in spec.loras):
+            raise InternalError(
+                "a job with LoRAs of text encoders, embeddings or a mask came to a worker without text encoders"
+            )
         return RemoteConditions(self, self.client.call(lambda number: encode_message(number, spec, order.share)))
 
     def wait(self, parts: Sequence[JobAddOn], timeout_s: float) -> None:

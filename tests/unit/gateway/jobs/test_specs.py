@@ -28,8 +28,8 @@ from bottega.v1.lora_pb2 import LoraBound, StoredLora
 from tests.fakes.fake_time import FakeTime
 from tests.samples.addons import sample_addons
 
-# Names: the model, LoRAs and ControlNets count by their hashes. identical_results says how a request may be answered.
-_NO_PART = {"model", "loras.name", "controlnets.name", "techniques.identical_results"}
+# The model, LoRAs and ControlNets count by their hashes. identical_results says how a request may be answered.
+_NO_PART = {"model", "loras.name", "loras.denoiser_only", "controlnets.name", "techniques.identical_results"}
 # A request that measures has no key at all.
 _MEASURES = {"loras.measure_similarity", "controlnets.measure_similarity"}
 

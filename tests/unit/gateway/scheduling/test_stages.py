@@ -38,6 +38,7 @@ def member(
 
 
 def lora_job(shop: Shop) -> Job:
+    """A job with a LoRA that changes text encoders, as far as is known."""
     job = sample_job(shop.time)
     job.bare.loras.add(name="ink", digest="a" * 64)
     return job
@@ -84,7 +85,12 @@ async def test_jobs_that_change_text_encoders_go_to_workers_that_have_them(shop:
     edit.request = replace(edit.request, mask_digest="b" * 64)
     for job in (lora_job(shop), edit):
         assert eligible(roles, job, whole, part, undecoding) == {"whole", "undecoding"}
-    assert eligible(roles, sample_job(shop.time), whole, part) == {"whole", "part"}
+    of_denoiser = lora_job(shop)
+    of_denoiser.bare.loras[0].denoiser_only = True
+    for job in (sample_job(shop.time), of_denoiser):
+        assert eligible(roles, job, whole, part) == {"whole", "part"}
+    of_denoiser.bare.loras.add(name="toy", digest="c" * 64, token="<toy>")
+    assert eligible(roles, of_denoiser, whole, part) == {"whole"}
 
 
 def wait(shop: Shop, roles: StageRoles, job: Job, seconds: float) -> NoWorker | None:
@@ -112,7 +118,8 @@ async def test_a_job_that_no_worker_may_get_fails_after_the_grace(shop: Shop, ro
     assert wait(shop, roles, job, 1.0) is None
     error = wait(shop, roles, with_lora, GRACE_S + 2)
     assert error is not None
-    assert "LoRAs, embeddings and masks need a worker with the role encode, which part lacks" in error.message
+    what = "LoRAs of text encoders, embeddings and masks"
+    assert f"{what} need a worker with the role encode, which part lacks" in error.message
 
 
 async def test_each_outage_of_a_role_has_its_own_grace(shop: Shop, roles: StageRoles) -> None:

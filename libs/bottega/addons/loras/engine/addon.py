@@ -30,7 +30,7 @@ from bottega.engine.parallel.remote_rows import OffloadedPart
 from bottega.engine.request import Request
 from bottega.engine.spec import EmbeddingSpec, LoraSpec
 from bottega.engine.waiting import new_requests
-from bottega.errors import Unavailable
+from bottega.errors import InternalError, Unavailable
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row
 from bottega.v1.engine_pb2 import EngineBeat
@@ -197,9 +197,16 @@ class EngineLoras(EngineAddOn):
             work.run(lambda: self._clock() > due_s)
 
     def before_prompt(self, part: JobAddOn | None) -> None:
-        """Make the text encoders use this job's LoRAs and embeddings. Raise LoraUnusable if one does not fit."""
+        """Make the text encoders use this job's LoRAs and embeddings.
+
+        Raises:
+            LoraUnusable: One does not fit.
+            InternalError: One changes text encoders, and those of this worker have no weights.
+        """
         self.embeddings.restore()
         text = part.take_text_set() if isinstance(part, JobLoras) else None
+        if text is not None and not self._model.encodes:
+            raise InternalError("a LoRA of text encoders came to a worker without them")
         seconds = self.weights.put_in_text(text)
         if isinstance(part, JobLoras) and text is not None:
             part.note_patch("into the text encoders", seconds)

@@ -227,6 +227,7 @@ def _check_embeddings(spec: GenerationSpec, stored: Sequence[StoredLora]) -> Ite
 
 def _complete(lora: Lora, stored: StoredLora, *, latest_step: int) -> None:
     lora.name, lora.digest, lora.token = stored.name, stored.digest, stored.token
+    lora.denoiser_only = not stored.token and not stored.text_bytes
     if not lora.HasField("scale"):
         lora.scale = 1.0
     if stored.token:

@@ -9,6 +9,7 @@ from bottega.addons.interface.views import Member, hosted_by_kind
 from bottega.addons.loras.gateway.addon import LoraSizes, ResolvedLoras, lora_costs
 from bottega.errors import LoraUnusable
 from bottega.v1.fleet_pb2 import Load, Registration, SwitchTime
+from bottega.v1.generation_pb2 import GenerationSpec, Lora
 from bottega.v1.image_pb2 import Model
 from bottega.v1.lora_pb2 import StoredLora
 from tests.samples.hosted_loras import applied, at_hand
@@ -61,6 +62,13 @@ def test_sizes_of_loras_asked_for_longest_ago_are_forgotten(monkeypatch: pytest.
     for number in ("1", "2", "1", "3"):
         sizes.record([StoredLora(digest=number, size_bytes=1_000_000)])
     assert [sizes.fetch_s([number]) < 0.01 for number in ("1", "2", "3")] == [True, False, True]
+
+
+def test_a_lora_without_a_part_for_text_encoders_is_of_the_denoiser_alone() -> None:
+    stored = [StoredLora(name="ink"), StoredLora(name="wash", text_bytes=8), StoredLora(name="toy", token="<toy>")]
+    full = GenerationSpec(loras=[Lora(name=lora.name, denoiser_only=lora.name != "ink") for lora in stored])
+    ResolvedLoras(stored=stored).complete(full, steps=4)
+    assert [lora.denoiser_only for lora in full.loras] == [True, False, False], "whatever the request says"
 
 
 def test_a_lora_of_another_model_than_the_requests_is_refused() -> None:
