@@ -34,6 +34,7 @@ from tests.chaos.results import record, show
 from tests.chaos.rogues import join_rogues
 from tests.chaos.scene import TENANTS, Scene
 from tests.chaos.schedulers import IN_NAMESPACE, SharedScene, disturb_schedulers
+from tests.chaos.stages import kill_stages
 from tests.chaos.tally import Tally
 from tests.chaos.webhooks import kill_delivering_gateways
 from tests.chaos.workers import freeze_engines, freeze_fronts, freeze_workers, kill_workers
@@ -75,6 +76,7 @@ PARTS: Mapping[str, Part] = {
     "freeze-workers": Part(play=freeze_workers, times=10),
     "freeze-engines": Part(play=freeze_engines, times=5),
     "freeze-fronts": Part(play=freeze_fronts, times=5),
+    "kill-stages": Part(play=kill_stages, times=24, workers=0),
     "kill-controlnets": Part(play=kill_controlnets, times=48, workers=1),
     "kill-lora-stores": Part(play=kill_lora_stores, times=24, workers=1),
     "kill-cache-stores": Part(play=kill_cache_stores, times=24, workers=1),

@@ -184,12 +184,12 @@ class Scene:
         self._gateways.append(service)
         return service
 
-    def start_worker(self, name: str, engine: Mapping[str, object] = ENGINE) -> Service:
-        """Starts a worker; returns when it has joined."""
+    def start_worker(self, name: str, engine: Mapping[str, object] = ENGINE, kind: str = kinds.WORKER) -> Service:
+        """Starts a worker; returns when it has joined. kind: that of a worker with one role is another one."""
         config = worker_config(self.fleet_address, name=name, engine=engine, hang_s=HANG_S, server=self.worker_server)
         service = self._services.start("worker", config, name=self._name(name))
         self._workers[name] = service
-        wait_until(lambda: name in self.joined(), f"{name} to join")
+        wait_until(lambda: name in {member.name for member in self.members(kind)}, f"{name} to join")
         return service
 
     def start_controlnets(self, name: str, nets: Mapping[str, Path]) -> Service:
@@ -263,9 +263,9 @@ class Scene:
         """Starts the LoRA store while other things go on."""
         return self._booting.submit(self.start_loras, bytes_per_s)
 
-    def boot(self, name: str) -> Future[Service]:
+    def boot(self, name: str, engine: Mapping[str, object] = ENGINE, kind: str = kinds.WORKER) -> Future[Service]:
         """Starts a worker while other things go on."""
-        return self._booting.submit(self.start_worker, name)
+        return self._booting.submit(self.start_worker, name, engine, kind)
 
     def boot_controlnets(self, name: str, nets: Mapping[str, Path]) -> Future[Service]:
         """Starts a ControlNet server while other things go on."""
