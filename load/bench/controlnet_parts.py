@@ -22,7 +22,8 @@ def measure_parts(pipeline: Any, folder: str, rounds: int) -> dict[str, float]:
     """
     import torch
 
-    from bottega.model.backbone import Sd3Backbone, UNetBackbone
+    from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
+    from bottega.model.backbones.unet import UNetBackbone
 
     of_unet = "unet" in pipeline.components
     backbone: Any = UNetBackbone(pipeline.unet) if of_unet else Sd3Backbone(pipeline.transformer)

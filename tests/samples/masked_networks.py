@@ -14,7 +14,8 @@ from bottega.addons.edits.engine.activations import EditActivations, KeptProject
 from bottega.addons.edits.engine.masked.backbone import MadeMasked
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network, stack
-from bottega.model.backbone import POOLED, make_backbone
+from bottega.model.backbone import POOLED
+from bottega.model.backbones import make_backbone
 from bottega.model.rows import Embeds, Factors, Half, LoraSet, Row
 from bottega.model_files.family_names import UNET
 

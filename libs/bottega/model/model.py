@@ -26,7 +26,8 @@ from bottega.device.devices import open_device, use_device
 from bottega.device.engine_start import StartReporter, silent_reporter
 from bottega.device.memory_plan import MemoryPlan, is_out_of_memory, open_memory_plan
 from bottega.errors import ConfigError
-from bottega.model.backbone import MadeBackbone, UNetBackbone, make_backbone
+from bottega.model.backbones import MadeBackbone, make_backbone
+from bottega.model.backbones.unet import UNetBackbone
 from bottega.model.family import ModelFamily, family_of
 from bottega.model.operations import Operations
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice

@@ -17,7 +17,9 @@ from diffusers.models.attention_processor import Attention
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bottega.model.backbone import Activations, Block, Inputs, MadeBackbone, RowSpans, Sd3Backbone
+from bottega.model.backbone import Activations, Block, Inputs, RowSpans
+from bottega.model.backbones import MadeBackbone
+from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
 
 Size = tuple[int, int]
 """Height and width of a latent."""

@@ -24,7 +24,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.engine.times import KnownTimes
 from bottega.errors import TooLarge
-from bottega.model.backbone import UNetBackbone
+from bottega.model.backbones.unet import UNetBackbone
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row
 from tests.fakes.fake_time import FakeTime

@@ -45,7 +45,7 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import ConfigError, FieldNotServed
-from bottega.model.backbone import UNetBackbone
+from bottega.model.backbones.unet import UNetBackbone
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Row
 from bottega.model.vae import VaeSettings, make_decoder

@@ -19,7 +19,8 @@ from bottega.engine.limits import EngineLimits, check_drawable
 from bottega.engine.request import Request
 from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
-from bottega.model.backbone import GUIDANCE, POOLED, FluxBackbone, Inputs
+from bottega.model.backbone import GUIDANCE, POOLED, Inputs
+from bottega.model.backbones.flux import FluxBackbone
 from bottega.model.family import family_of
 from bottega.model.model import Model
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice

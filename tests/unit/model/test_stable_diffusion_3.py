@@ -22,7 +22,8 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits, check_drawable
 from bottega.engine.spec import EmbeddingSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
-from bottega.model.backbone import POOLED, Inputs, Sd3Backbone
+from bottega.model.backbone import POOLED, Inputs
+from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
 from bottega.model.model import Model
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.schedulers import SamplerKind

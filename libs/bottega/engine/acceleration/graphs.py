@@ -24,7 +24,8 @@ from torch import Tensor, nn
 
 from bottega.device.memory_plan import MemoryPlan
 from bottega.errors import TooLarge
-from bottega.model.backbone import Activations, Block, Inputs, MadeBackbone, RowSpans
+from bottega.model.backbone import Activations, Block, Inputs, RowSpans
+from bottega.model.backbones import MadeBackbone
 from bottega.model.model import Model
 from bottega.model.operations import Operations
 

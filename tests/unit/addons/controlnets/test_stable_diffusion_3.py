@@ -34,7 +34,8 @@ from bottega.engine.parallel import pair
 from bottega.engine.request import ActiveControl, Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import NotFinite
-from bottega.model.backbone import POOLED, Sd3Backbone
+from bottega.model.backbone import POOLED
+from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row
 from bottega.model.schedulers import SamplerKind

@@ -22,7 +22,8 @@ from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network, stack
 from bottega.engine.spans import DeviceClock
 from bottega.engine.warm_up import sample_job
-from bottega.model.backbone import Activations, Backbone, Inputs, UNetBackbone
+from bottega.model.backbone import Activations, Backbone, Inputs
+from bottega.model.backbones.unet import UNetBackbone
 from bottega.model.model import Model
 from bottega.model.rows import Row
 from tests.samples.masked_networks import plain_row, small_unet

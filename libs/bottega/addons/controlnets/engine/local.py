@@ -25,7 +25,8 @@ from bottega.device.device import Span, SpanSum
 from bottega.device.devices import open_device
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ControlNetNotFound
-from bottega.model.backbone import MadeBackbone, Sd3Backbone
+from bottega.model.backbones import MadeBackbone
+from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
 from bottega.model.rows import Row
 
 

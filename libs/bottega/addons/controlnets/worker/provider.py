@@ -24,7 +24,7 @@ from bottega.addons.controlnets.worker.server_link import ControlLinkSettings, S
 from bottega.addons.controlnets.worker.session_manager import PlacedSession, SessionManager
 from bottega.addons.controlnets.worker.step_result import StepResult
 from bottega.device.heartbeat import Heartbeat
-from bottega.model.backbone import Sd3Backbone
+from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
 from bottega.model.model import Model
 from bottega.model.rows import Row
 from bottega.transport import LinkCounters, OfferSource

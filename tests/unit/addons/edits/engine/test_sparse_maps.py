@@ -22,7 +22,8 @@ from bottega.addons.loras.engine.unmerged import UnmergedLoras
 from bottega.engine.encode import encode_prompts
 from bottega.engine.forward import stack
 from bottega.engine.spec import ResolvedSpec
-from bottega.model.backbone import Backbone, UNetBackbone
+from bottega.model.backbone import Backbone
+from bottega.model.backbones.unet import UNetBackbone
 from bottega.model.rows import Row
 from bottega.model_files.family_names import UNET
 from tests.samples.masked_networks import (

@@ -21,7 +21,8 @@ from bottega.addons.edits.engine.masked.joint import MaskedJointBackbone, joint_
 from bottega.addons.edits.engine.masked.tokens import MaskedActivations, TokenCache
 from bottega.addons.edits.engine.masked.transformer import MaskedTransformer, PromptCache
 from bottega.device.memory_plan import MemoryPlan
-from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans, UNetBackbone
+from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
+from bottega.model.backbones.unet import UNetBackbone
 from bottega.model.operations import Operations
 from bottega.model.rows import Row
 

@@ -32,7 +32,8 @@ from bottega.addons.edits.engine.masked.self_attention import (
     project_block,
 )
 from bottega.addons.edits.engine.masked.tokens import MaskedActivations, Packing, TokenCache
-from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans, Sd3Backbone
+from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
+from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
 from bottega.model.operations import Operations
 from bottega.model.rows import Row
 
