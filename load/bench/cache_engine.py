@@ -36,7 +36,7 @@ from bottega.engine.spec import LoraSpec, ResolvedSpec
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert, sources
 from bottega.miniature import WEIGHTS
-from bottega.model.model import load_model
+from bottega.model.loading import load_model
 from bottega.v1.cache_pb2 import CacheOrder, CacheRecording, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, CacheUse, Fidelity, GenerationSpec

@@ -19,7 +19,8 @@ from bottega.engine.engine import Engine
 from bottega.engine.events import EngineRecord, JobFailed, JobFinished
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import EditSpec, ResolvedSpec
-from bottega.model.model import Model, load_model
+from bottega.model.loading import load_model
+from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from load.bench.framework import GUIDANCE_SCALE, PROMPT
 from load.bench.stock import STRENGTH

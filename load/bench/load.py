@@ -21,7 +21,7 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
 
-from bottega.model.model import load_model
+from bottega.model.loading import load_model
 from bottega.model_files.configuration_rules import filled_config
 from bottega.model_files.digest import KnownDigests
 from bottega.model_files.single_file_folder import model_index, tokenizer_configs

@@ -85,7 +85,7 @@ def engine(*, model: str) -> Answer:
     from bottega.engine.job import EngineOrder
     from bottega.engine.limits import EngineLimits
     from bottega.engine.spec import LoraSpec, ResolvedSpec
-    from bottega.model.model import load_model
+    from bottega.model.loading import load_model
     from load.bench.engine_runs import run_orders
     from load.bench.local_loras import LocalLoras
     from tests.support.engines import make_engine

@@ -84,7 +84,7 @@ def engine(*, model: str) -> Answer:
     import torch
 
     from bottega.addons.loras.engine import LoraAtScale, LoraRef, LoraWeights
-    from bottega.model.model import load_model
+    from bottega.model.loading import load_model
     from load.bench.local_loras import LocalLoras
 
     loaded = load_model(Path(model), name="bench", device=torch.device("cpu"), dtype=torch.float32)

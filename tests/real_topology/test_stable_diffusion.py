@@ -21,7 +21,7 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from bottega.engine.job import EngineOrder
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
-from bottega.model.model import load_model
+from bottega.model.loading import load_model
 from bottega.worker.conversion.folder import convert_file
 from tests.samples.published import Layout, write_stable_diffusion
 from tests.samples.single_files import TRUE_SHAPES, write_single_file

@@ -27,7 +27,8 @@ from bottega.engine.job import EngineJob, EngineOrder
 from bottega.engine.spans import EngineTrace
 from bottega.errors import BottegaError
 from bottega.miniature import WEIGHTS
-from bottega.model.model import Model, load_model
+from bottega.model.loading import load_model
+from bottega.model.model import Model
 from tests.support.stock import Pixels
 
 # An engine that never ends must not hang a test.

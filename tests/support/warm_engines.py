@@ -199,7 +199,7 @@ def _load_embedded_model() -> None:
     import torch
 
     from bottega.miniature import WEIGHTS
-    from bottega.model.model import load_model
+    from bottega.model.loading import load_model
 
     load_model(WEIGHTS, name="miniature", device=torch.device("cpu"), dtype=torch.float32)
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,8 +19,8 @@ from bottega.model.schedulers import (
     SamplerKind,
     ancestral_step,
     draws_noise,
-    flow_shift,
     make_scheduler,
+    set_timesteps,
 )
 from bottega.schedules import AS_CONFIGURED, Schedule
 
@@ -106,16 +105,6 @@ class SamplerState:
     """Other numbers by name."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlowSchedule:
-    """The properties of a picture and its model that set the schedule for flow matching."""
-
-    tokens: int = 0
-    """Number of tokens of the picture, by which some schedules are shifted; 0 for the fewest."""
-    even_sigmas: bool = False
-    """Whether sigmas go from 1 to 1/steps in even steps, before they are shifted."""
-
-
 class Sampler:
     """A Diffusers scheduler with its schedule, for one request.
 
@@ -133,7 +122,8 @@ class Sampler:
         begin: The first step that is made.
         karras: Whether to use Karras' sigmas; None: as in `config`. Samplers outside KARRAS ignore it.
         schedule: Other changes of the schedule.
-        flow: Properties that set the schedule for flow matching.
+        tokens: See `set_timesteps`.
+        even_sigmas: See `set_timesteps`.
         restarts: Whether step `begin` continues from the latent of another picture. LMS then begins with order 1. It
             otherwise uses the order of that step, although the steps before were skipped, as Diffusers' image-to-image
             does.
@@ -148,28 +138,14 @@ class Sampler:
         begin: int = 0,
         karras: bool | None = None,
         schedule: Schedule = AS_CONFIGURED,
-        flow: FlowSchedule = FlowSchedule(),
+        tokens: int = 0,
+        even_sigmas: bool = False,
         restarts: bool = False,
     ) -> None:
         self._kind = kind
         self._scheduler = make_scheduler(kind, config, schedule.overrides(kind.value, karras))
         self._flows = kind is SamplerKind.FLOW_MATCH_EULER
-        own = self._scheduler.config
-        shift = (
-            {"mu": flow_shift(own, flow.tokens or own["base_image_seq_len"])}
-            if self._flows and own["use_dynamic_shifting"]
-            else {}
-        )
-        if schedule.timesteps:
-            self._scheduler.set_timesteps(timesteps=list(schedule.timesteps))
-        elif schedule.sigmas:
-            self._scheduler.set_timesteps(sigmas=list(schedule.sigmas))
-        elif schedule.strength is not None:
-            self._scheduler.set_timesteps(steps, strength=schedule.strength)
-        elif self._flows and flow.even_sigmas:
-            self._scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps), **shift)
-        else:
-            self._scheduler.set_timesteps(steps, **shift)
+        set_timesteps(self._scheduler, schedule, steps=steps, tokens=tokens, even_sigmas=even_sigmas)
         self._draws = draws_noise(kind, config)
         self._restarts = restarts
         self.steps = steps

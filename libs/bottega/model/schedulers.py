@@ -26,6 +26,7 @@ from torch import Tensor
 from bottega.device.devices import open_device
 from bottega.model_files.scheduler_rules import SAMPLER_CLASSES, SAMPLER_OVERRIDES, takes_karras_sigmas
 from bottega.planning import Pace
+from bottega.schedules import Schedule
 
 
 class SamplerKind(Enum):
@@ -138,7 +139,34 @@ def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapp
     return scheduler
 
 
-def flow_shift(config: Mapping[str, Any], tokens: int) -> float:
+def set_timesteps(
+    scheduler: Any, schedule: Schedule, *, steps: int, tokens: int = 0, even_sigmas: bool = False
+) -> None:
+    """Set the timesteps of a scheduler as Diffusers' pipelines do.
+
+    Args:
+        schedule: Lists and strength of the request.
+        steps: Number of denoising steps.
+        tokens: Number of tokens of the picture, by which some schedules for flow matching are shifted; 0 for the
+            fewest.
+        even_sigmas: Whether sigmas for flow matching go from 1 to 1/steps in even steps, before they are shifted.
+    """
+    own, flows = scheduler.config, type(scheduler) is diffusers.FlowMatchEulerDiscreteScheduler
+    dynamic = flows and own["use_dynamic_shifting"]
+    shift = {"mu": _flow_shift(own, tokens or own["base_image_seq_len"])} if dynamic else {}
+    if schedule.timesteps:
+        scheduler.set_timesteps(timesteps=list(schedule.timesteps))
+    elif schedule.sigmas:
+        scheduler.set_timesteps(sigmas=list(schedule.sigmas))
+    elif schedule.strength is not None:
+        scheduler.set_timesteps(steps, strength=schedule.strength)
+    elif flows and even_sigmas:
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps), **shift)
+    else:
+        scheduler.set_timesteps(steps, **shift)
+
+
+def _flow_shift(config: Mapping[str, Any], tokens: int) -> float:
     """Return the `mu` by which flow matching shifts a schedule to noisier steps the larger a picture is.
 
     Args:

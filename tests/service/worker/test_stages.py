@@ -26,7 +26,8 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import EmbeddingSpec, ResolvedSpec
 from bottega.errors import BottegaError, InternalError, PeerDead, Poisoned, TooLarge, Unavailable
 from bottega.fair_order import Share
-from bottega.model.model import Model, load_model
+from bottega.model.loading import load_model
+from bottega.model.model import Model
 from bottega.model.text_encoders import TextCache
 from bottega.model.vae import VaeSettings
 from bottega.model_files.family_names import UNET

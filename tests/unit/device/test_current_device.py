@@ -7,7 +7,7 @@ import torch
 
 from bottega.device.devices import pick_device, use_device
 from bottega.miniature import WEIGHTS
-from bottega.model.model import load_model
+from bottega.model.loading import load_model
 
 
 class ChosenError(Exception):

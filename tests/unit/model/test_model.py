@@ -15,7 +15,8 @@ import torch
 
 from bottega.errors import ConfigError
 from bottega.miniature import WEIGHTS
-from bottega.model.model import Model, load_model
+from bottega.model.loading import load_model
+from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
 from bottega.model_files import digest
 from bottega.model_files.digest import KnownDigests, model_digest

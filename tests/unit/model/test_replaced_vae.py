@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from bottega.miniature import WEIGHTS
-from bottega.model.model import load_model
+from bottega.model.loading import load_model
 from bottega.model_files.digest import model_digest
 from bottega.model_files.folder_check import check_model_folder
 from tests.samples.wrong_folders import change_json

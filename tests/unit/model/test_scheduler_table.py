@@ -18,7 +18,7 @@ from diffusers.schedulers.scheduling_utils import KarrasDiffusionSchedulers
 from diffusers.utils import logging as diffusers_logging
 
 from bottega import rules
-from bottega.model.model import _scheduler_config
+from bottega.model.loading import _scheduler_config
 from bottega.model.sampler_choices import CHOICES, ModelSamplers, SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind, draws_noise
 from bottega.model_files.presets import Preset

@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers.utils import logging as diffusers_logging
 
-from bottega.model.model import _scheduler_config
+from bottega.model.loading import _scheduler_config
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.schedulers import KARRAS, SamplerKind
 from bottega.model_files.presets import Preset

@@ -24,8 +24,9 @@ from bottega.engine.job import EngineOrder
 from bottega.engine.spec import EmbeddingSpec, ResolvedSpec
 from bottega.errors import LoraUnusable, TooLarge
 from bottega.fair_order import Share
-from bottega.model import model as models
-from bottega.model.model import Model, load_model
+from bottega.model import loading
+from bottega.model.loading import load_model
+from bottega.model.model import Model
 from bottega.model.rows import Embeds
 from bottega.model.schedulers import SamplerKind
 from bottega.model.text_encoders import JobTexts, TextCache, TextEncoderSettings, keep_on_host
@@ -113,14 +114,14 @@ def test_an_encoder_on_the_host_computes_the_same_with_a_block_on_the_device(par
 def test_the_plan_counts_weights_on_the_host_and_a_block_on_the_device() -> None:
     part = check_model_folder(family_model("SD 3")).parts[T5]
     target, memory = Placement(device=CPU, dtype=torch.float32, on_read=lambda _: None), MemoryPlan(1 << 30)
-    encoder = models._load_on_host(T5EncoderModel, part, target, memory)
-    models._reserve(memory, {T5: encoder})
+    encoder = loading._load_on_host(T5EncoderModel, part, target, memory)
+    loading._reserve(memory, {T5: encoder})
     weights_bytes = 4 * part.parameters
     assert weights_bytes <= memory.on_host[T5] <= 2 * weights_bytes
     assert 0 < memory.reserved["text encoder blocks"] < weights_bytes
     assert memory.reserved["model"] == 0
     with pytest.raises(TooLarge, match="text_encoder_3 would take 0 MiB of the host's memory"):
-        models._load_on_host(T5EncoderModel, part, target, MemoryPlan(1 << 30, available=lambda: 64 << 20))
+        loading._load_on_host(T5EncoderModel, part, target, MemoryPlan(1 << 30, available=lambda: 64 << 20))
 
 
 @torch.inference_mode()

@@ -18,7 +18,8 @@ from torch import nn
 
 from bottega.miniature import WEIGHTS
 from bottega.model import weights as dtypes
-from bottega.model.model import Model, load_model
+from bottega.model.loading import load_model
+from bottega.model.model import Model
 from bottega.model.weights import Placement, ProbeTimes, load_network, pick_dtype
 from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.report import ModelReport, PartReport

@@ -14,7 +14,8 @@ from bottega.engine.encode import encode_all_prompts
 from bottega.engine.events import EngineRecord, JobFinished, JobKept
 from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
-from bottega.model.model import Model, load_model
+from bottega.model.loading import load_model
+from bottega.model.model import Model
 from bottega.model.text_encoders import TextCache, TextEncoderSettings
 from bottega.v1.engine_pb2 import EngineBeat, EngineStart
 from bottega.v1.generation_pb2 import FIDELITY_FAST, GenerationSpec, Provenance, Techniques

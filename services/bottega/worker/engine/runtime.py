@@ -20,7 +20,8 @@ from bottega.engine.engine import Engine
 from bottega.engine.limits import EngineLimits
 from bottega.errors import ConfigError, InvalidRequest
 from bottega.manifest import load_object, read_services
-from bottega.model.model import Model, load_model
+from bottega.model.loading import load_model
+from bottega.model.model import Model
 from bottega.model.text_encoders import TextEncoderSettings
 from bottega.model.vae import VaeSettings
 from bottega.model.weights import DTYPES, pick_dtype
