@@ -19,13 +19,18 @@ from bottega.rules import (
     MAX_STEPS,
     MAX_TRIGGER_CHARACTERS,
     is_adapter_name,
+    is_cosine,
     is_digest,
     is_flow_matching,
 )
 from bottega.v1.generation_pb2 import ControlNet, Fidelity, GenerationSpec, Lora
+from bottega.v1.hosted_pb2 import ResidualProfile
 
 # Bound on the modes of a union; published ones have 6 or 8.
 MAX_MODES = 64
+# Profiles of one ControlNet, one per base model.
+MAX_PROFILES = 16
+_MAX_HASH_CHARACTERS = 128
 _NAMES: Sequence[tuple[str, ...]] = (
     ("openpose",),
     ("depth",),
@@ -237,3 +242,13 @@ def _check_images(nets: Sequence[ControlNet], path: str) -> list[Violation]:
             rule = "must be that of the first image: a union computes its images together"
             wrong.append(Violation(field=f"{path}[{index}].guess_mode", description=rule))
     return wrong
+
+
+def check_residual_profile(path: str, profile: ResidualProfile) -> Iterator[Violation]:
+    """Check a ControlNet's profile. `path` is the field's path for violations."""
+    if not 0 < len(profile.model_hash) <= _MAX_HASH_CHARACTERS:
+        yield Violation(field=f"{path}.model_hash", description=f"must be 1 to {_MAX_HASH_CHARACTERS} characters")
+    if not 1 <= profile.num_inference_steps <= MAX_STEPS:
+        yield Violation(field=f"{path}.num_inference_steps", description=f"must be 1 to {MAX_STEPS}")
+    if not is_cosine(profile.similarity):
+        yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")

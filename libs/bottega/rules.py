@@ -23,7 +23,7 @@ from bottega.v1.generation_pb2 import (
     Sampler,
     TimestepSpacing,
 )
-from bottega.v1.hosted_pb2 import LeftOut, ResidualProfile
+from bottega.v1.hosted_pb2 import LeftOut
 
 SamplerName = Literal[
     "euler",
@@ -67,8 +67,6 @@ LAST_SIGMAS: Mapping[FinalSigmasTypeName, FinalSigmasType.ValueType] = MappingPr
 )
 
 MAX_ADAPTERS = 8
-# Profiles of one ControlNet, one per base model.
-MAX_PROFILES = 16
 MAX_IMAGES = 8
 MAX_STEPS = 200
 # Of a LoRA's trigger word or an embedding's token.
@@ -103,7 +101,6 @@ MAX_MARKS = 8192
 loop reads the texts, which takes up to 0.01 s for so many: twelve texts full of them would take 0.1 s."""
 _MARKS = "()[]:\\"
 MAX_MODEL_CHARACTERS = 200
-_MAX_HASH_CHARACTERS = 128
 
 # The name of a LoRA or a ControlNet. It may have slashes, like names of hubs; it never becomes a path.
 _ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/+-]*(@[a-z0-9-]{1,63})?")
@@ -384,16 +381,6 @@ def is_digest(text: str) -> bool:
 def is_cosine(number: float) -> bool:
     """Return whether a number can be a cosine; NaN cannot."""
     return -1 <= number <= 1
-
-
-def check_profile(path: str, profile: ResidualProfile) -> Iterator[Violation]:
-    """Check a ControlNet's profile. `path` is the field's path for violations."""
-    if not 0 < len(profile.model_hash) <= _MAX_HASH_CHARACTERS:
-        yield Violation(field=f"{path}.model_hash", description=f"must be 1 to {_MAX_HASH_CHARACTERS} characters")
-    if not 1 <= profile.num_inference_steps <= MAX_STEPS:
-        yield Violation(field=f"{path}.num_inference_steps", description=f"must be 1 to {MAX_STEPS}")
-    if not is_cosine(profile.similarity):
-        yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")
 
 
 def refuse(violations: Sequence[Violation], kind: type[InvalidRequest] = InvalidRequest) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from bottega import rules
+from bottega.adapter_rules import MAX_PROFILES, check_residual_profile
 from bottega.blobstore.records import RecordTable
 from bottega.controlnet.config import ControlNetConfig
 from bottega.errors import (
@@ -261,7 +262,7 @@ class ProfileStore:
         Raises StorageUnavailable if it could not be stored.
         """
         others = [other for other in self.of(digest) if other.model_hash != profile.model_hash]
-        kept = tuple([*others, profile][-rules.MAX_PROFILES :])
+        kept = tuple([*others, profile][-MAX_PROFILES:])
         profiles = {key: value for key, value in self._profiles.items() if key != digest}
         forgotten = [digest, *list(profiles)[: max(0, len(profiles) + 1 - _MAX_PROFILED)]]
         raws = [stored.SerializeToString(deterministic=True) for stored in kept]
@@ -279,7 +280,7 @@ def _usable_profile(digest: str, raw: bytes) -> Iterator[ResidualProfile]:
     """Yield the profile, unless it breaks the current rules."""
     try:
         profile = ResidualProfile.FromString(raw)
-        broken = next((str(violation) for violation in rules.check_profile("profile", profile)), "")
+        broken = next((str(violation) for violation in check_residual_profile("profile", profile)), "")
     except DecodeError:
         broken = "it cannot be decoded"
     if broken:

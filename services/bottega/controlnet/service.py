@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 
 from bottega import rules
+from bottega.adapter_rules import check_residual_profile
 from bottega.controlnet.server import ControlNetServer
 from bottega.errors import Violation
 from bottega.v1 import controlnet_pb2 as pb
@@ -47,7 +48,7 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
 
     async def SetProfile(self, request: pb.SetProfileRequest, _context: _Context) -> pb.SetProfileResponse:
         """Store a measured profile."""
-        rules.refuse([*_check_name("name", request.name), *rules.check_profile("profile", request.profile)])
+        rules.refuse([*_check_name("name", request.name), *check_residual_profile("profile", request.profile)])
         hosted = await self._server.set_profile(request.name, request.digest, request.profile)
         return pb.SetProfileResponse(controlnet=hosted)
 

@@ -20,7 +20,7 @@ from bottega.codec.metadata import PARAMETERS_KEYWORD, SUMMARY_KEYWORD
 from bottega.codec.pool import CodecPool, EncodedImage
 from bottega.fair_order import Share
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
-from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, GenerationSpec, Lora, MaskUse, Provenance, Sampler, SourceUse
+from bottega.v1.generation_pb2 import IMAGE_FORMAT_JPEG, GenerationSpec, MaskUse, Provenance, Sampler, SourceUse
 from bottega.v1.tensor_pb2 import Tensor
 from bottega.v1.worker_pb2 import RunAttemptRequest
 
@@ -70,10 +70,6 @@ class DecodedImageInput:
     seconds: float
     """Seconds that decoding took."""
 
-    async def write_to(self, target: Tensor) -> None:
-        """Write the image to a message as uint8 [height, width, 3]."""
-        await _write(target, self.pixels.data, self.pixels.height, self.pixels.width, 3)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedEditInput:
@@ -86,12 +82,6 @@ class DecodedEditInput:
     """SHA-256 of the encoded mask, in hex."""
     seconds: float
     """Seconds that decoding took."""
-
-    async def write_to(self, image: Tensor, mask: Tensor) -> None:
-        """Write image and mask to messages as uint8 [height, width, 3] and [height, width]."""
-        pixels = self.decoded.pixels
-        await _write(image, pixels.data, pixels.height, pixels.width, 3)
-        await _write(mask, self.decoded.mask, pixels.height, pixels.width)
 
 
 class ImageCodec:
@@ -171,6 +161,11 @@ async def _digest(data: bytes) -> str:
     return await copied(len(data), lambda: hashlib.sha256(data).hexdigest())
 
 
+async def _write_pixels(target: Tensor, pixels: Pixels) -> None:
+    """Write an image to a message as uint8 [height, width, 3]."""
+    await _write(target, pixels.data, pixels.height, pixels.width, 3)
+
+
 async def _write(target: Tensor, data: bytes, *shape: int) -> None:
     target.data_type = tensor_pb2.DATA_TYPE_UINT8
     target.shape.extend(shape)
@@ -210,7 +205,7 @@ def summary(spec: GenerationSpec, model_hash: str) -> str:
     another line.
     """
     loras = [lora for lora in spec.loras if not lora.token]
-    tags = [f"<lora:{lora.name}:{_lora_scale(lora):g}>" for lora in loras]
+    tags = [f"<lora:{lora.name}:{lora.scale if lora.HasField('scale') else 1.0:g}>" for lora in loras]
     hashes = ", ".join(f"{lora.name}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in loras if lora.digest)
     embeddings = ", ".join(f"{lora.token}: {lora.digest[:_LORA_HASH_LETTERS]}" for lora in spec.loras if lora.token)
     # Where guidance is embedded, web UIs call its scale so, and the scale of both rows the usual name.
@@ -236,10 +231,6 @@ def summary(spec: GenerationSpec, model_hash: str) -> str:
         lines.append(f"Negative prompt: {' '.join(spec.negative_prompt.split())}")
     lines.append(", ".join(f"{name}: {_quoted(value)}" for name, value in settings.items() if value))
     return "\n".join(lines)
-
-
-def _lora_scale(lora: Lora) -> float:
-    return lora.scale if lora.HasField("scale") else 1.0
 
 
 def _quoted(value: str) -> str:
@@ -329,12 +320,12 @@ class AttemptInputs:
             note_time(decoded.seconds)
             self._digest, self._source = decoded.digest, decoded.facts
             start.image_digest = decoded.digest
-            await decoded.write_to(start.image)
+            await _write_pixels(start.image, decoded.pixels)
         for image in self._control_images:
             decoded = await codec.decode(image, start.request.spec, crop)
             note_time(decoded.seconds)
             self._controls[decoded.digest] = decoded.facts
-            await decoded.write_to(start.control_images.add(digest=decoded.digest).pixels)
+            await _write_pixels(start.control_images.add(digest=decoded.digest).pixels, decoded.pixels)
         self._image = self._mask = b""
         self._control_images = ()
 
@@ -367,7 +358,9 @@ class AttemptInputs:
         self._digest, self._source = edit.image_digest, edit.decoded.facts
         start.image_digest = edit.image_digest
         start.mask_digest = edit.mask_digest
-        await edit.write_to(start.image, start.mask)
+        pixels = edit.decoded.pixels
+        await _write_pixels(start.image, pixels)
+        await _write(start.mask, edit.decoded.mask, pixels.height, pixels.width)
         self._use = MaskUse()
         self._use.CopyFrom(edit.decoded.use)
         self._use.digest = edit.mask_digest

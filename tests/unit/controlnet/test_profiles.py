@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bottega import rules
+from bottega.adapter_rules import MAX_PROFILES
 from bottega.controlnet.catalogue import SCHEMA, ProfileStore
 from bottega.storage import SqliteDatabase
 from bottega.v1.hosted_pb2 import ResidualProfile
@@ -53,7 +53,7 @@ async def test_of_very_many_base_models_and_controlnets_the_first_are_forgotten(
 ) -> None:
     monkeypatch.setattr("bottega.controlnet.catalogue._MAX_PROFILED", 2)
     async with opened(file) as profiles:
-        for number in range(rules.MAX_PROFILES + 2):
+        for number in range(MAX_PROFILES + 2):
             await profiles.set("ab", profile(f"m{number}"))
         assert [each.model_hash for each in profiles.of("ab")] == [f"m{number}" for number in range(2, 18)]
         for digest in ("cd", "ef"):

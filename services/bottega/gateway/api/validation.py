@@ -30,26 +30,6 @@ from bottega.gateway.fleet.registry import Fleet
 from bottega.gateway.jobs.specs import choice_of, input_images, latent_scale, strength_of
 from bottega.outside_rules import OutsideRules
 from bottega.rpc.security.tenant_file import WEBHOOK_EVENTS
-from bottega.rules import (
-    MAX_ADAPTERS,
-    MAX_CLIP_SKIP,
-    MAX_PAGE,
-    MAX_SEQUENCE_LENGTH,
-    MAX_SIDE,
-    NO_CONTROLNETS,
-    check_edit,
-    check_model_name,
-    check_prompts,
-    check_ranges,
-    check_sigmas,
-    check_steps_left,
-    check_techniques,
-    check_texts,
-    check_true_cfg,
-    clip_skip_rule,
-    is_flow_matching,
-    sequence_rule,
-)
 from bottega.schedules import (
     AS_CONFIGURED,
     check_sampler_schedule,
@@ -75,7 +55,7 @@ _OF_DRAWN_SIZE = frozenset({"spec.width", "spec.height", "spec.padding_mask_crop
 _FIRST_S, _LAST_S = -62_135_596_800, 253_402_300_799
 
 # image, mask_image and as many ControlNets as a request may have.
-_MAX_INPUT_IMAGES = 2 + MAX_ADAPTERS
+_MAX_INPUT_IMAGES = 2 + rules.MAX_ADAPTERS
 
 
 def check_request_id(request_id: str) -> Iterator[Violation]:
@@ -129,13 +109,13 @@ def check_webhook(webhook: bytes, allowed: OutsideRules, *, signed: bool) -> Ite
 
 def check_spec(spec: GenerationSpec, addons: Sequence[AddOn], *, max_image_bytes: int) -> Iterator[Violation]:
     """Yield the violations of a spec that do not depend on the model."""
-    yield from check_texts(spec)
-    yield from check_prompts(spec)
-    yield from check_model_name(spec)
-    yield from check_ranges(spec)
-    yield from check_techniques(spec)
+    yield from rules.check_texts(spec)
+    yield from rules.check_prompts(spec)
+    yield from rules.check_model_name(spec)
+    yield from rules.check_ranges(spec)
+    yield from rules.check_techniques(spec)
     yield from check_schedule(spec)
-    yield from check_edit(spec)
+    yield from rules.check_edit(spec)
     for path, image in islice(input_images(spec), _MAX_INPUT_IMAGES):
         yield from _check_encoded(path, image, max_image_bytes)
     if spec.HasField("strength") and not spec.HasField("image"):
@@ -187,28 +167,28 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
         yield _violation("prompt_syntax", "must be plain: this model reads no weighted prompts")
     if model.edits_only and not spec.HasField("mask_image"):
         yield _violation("mask_image", "must be set: this is an inpainting model, which only edits pictures")
-    yield from check_true_cfg(
+    yield from rules.check_true_cfg(
         spec.true_cfg_scale, taken=model.takes_true_cfg, has_negative=spec.HasField("negative_prompt")
     )
     for name in ("prompt_2", "negative_prompt_2"):
         if model.one_text_encoder and getattr(spec, name):
             yield _violation(name, "must be empty: this model has one text encoder")
-    if model.HasField("max_clip_skip") and model.max_clip_skip < spec.clip_skip <= MAX_CLIP_SKIP:
-        yield _violation("clip_skip", clip_skip_rule(model.max_clip_skip))
-    if model.max_sequence_length < spec.max_sequence_length <= MAX_SEQUENCE_LENGTH:
-        yield _violation("max_sequence_length", sequence_rule(model.max_sequence_length))
+    if model.HasField("max_clip_skip") and model.max_clip_skip < spec.clip_skip <= rules.MAX_CLIP_SKIP:
+        yield _violation("clip_skip", rules.clip_skip_rule(model.max_clip_skip))
+    if model.max_sequence_length < spec.max_sequence_length <= rules.MAX_SEQUENCE_LENGTH:
+        yield _violation("max_sequence_length", rules.sequence_rule(model.max_sequence_length))
     sampler, choice = spec.sampler or model.default_sampler, choice_of(spec, model)
-    yield from check_sigmas(spec, sampler)
+    yield from rules.check_sigmas(spec, sampler)
     karras = karras_of(spec, choice is not None and choice.use_karras_sigmas)
     steps, strength = steps_of(spec, model.default_steps), strength_of(spec, model)
     kept = keeps_steps(spec, model.strength_keeps_steps)
     yield from check_sampler_schedule(spec, sampler, karras, strength if kept else None)
     yield from _check_choice(spec, model, steps)
     if spec.controlnets and model.strength_keeps_steps and spec.HasField("image") and not spec.HasField("mask_image"):
-        yield _violation("controlnets", NO_CONTROLNETS)
+        yield _violation("controlnets", rules.NO_CONTROLNETS)
     skipping = None if kept else strength
     if skipping is not None:
-        yield from check_steps_left(steps, skipping, flows=is_flow_matching(sampler))
+        yield from rules.check_steps_left(steps, skipping, flows=rules.is_flow_matching(sampler))
     for addon in addons:
         yield from addon.check_steps(spec, steps=steps, strength=skipping)
 
@@ -216,15 +196,20 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
 def _check_size(spec: GenerationSpec, model: image_pb2.Model) -> Iterator[Violation]:
     multiple = max(1, model.size_multiple)
     for name, side in (("width", spec.width), ("height", spec.height)):
-        if spec.HasField(name) and 0 < side <= MAX_SIDE and side % multiple:  # type: ignore[arg-type]
+        if spec.HasField(name) and 0 < side <= rules.MAX_SIDE and side % multiple:  # type: ignore[arg-type]
             yield _violation(name, f"must be a multiple of {multiple} with this model")
     width = spec.width if spec.HasField("width") else model.default_width
     height = spec.height if spec.HasField("height") else model.default_height
-    if 0 < width <= MAX_SIDE and 0 < height <= MAX_SIDE and model.max_pixels and width * height > model.max_pixels:
+    if (
+        0 < width <= rules.MAX_SIDE
+        and 0 < height <= rules.MAX_SIDE
+        and model.max_pixels
+        and width * height > model.max_pixels
+    ):
         rule = f"width x height is {width * height} pixels; this model takes at most {model.max_pixels}"
         yield _violation("width", rule)
     for name, side in (("width", width), ("height", height)):
-        if 0 < model.max_side < side <= MAX_SIDE:
+        if 0 < model.max_side < side <= rules.MAX_SIDE:
             yield _violation(name, f"must be at most {model.max_side} with this model")
 
 
@@ -251,8 +236,8 @@ def _check_choice(spec: GenerationSpec, model: image_pb2.Model, steps: int) -> I
 
 def check_page(request: image_pb2.ListJobsRequest) -> Iterator[Violation]:
     """Yield the violations of ListJobs' page size and filters. The token is checked elsewhere."""
-    if not 0 <= request.page_size <= MAX_PAGE:
-        yield _violation("page_size", f"must be from 1 to {MAX_PAGE}, or 0 for the default", spec=False)
+    if not 0 <= request.page_size <= rules.MAX_PAGE:
+        yield _violation("page_size", f"must be from 1 to {rules.MAX_PAGE}, or 0 for the default", spec=False)
     known = set(image_pb2.JobState.values()) - {image_pb2.JOB_STATE_UNSPECIFIED}
     if len(request.states) > _MAX_STATES or any(state not in known for state in request.states):
         yield _violation("states", f"must be known job states, at most {_MAX_STATES} of them", spec=False)
@@ -264,8 +249,8 @@ def check_adapters_page(request: image_pb2.ListAdaptersRequest) -> Iterator[Viol
     """Yield the violations in the paging and the filter of ListAdapters."""
     if request.kind not in image_pb2.AdapterKind.values():
         yield _violation("kind", "must be ADAPTER_KIND_CONTROLNET or ADAPTER_KIND_LORA, or 0 for both", spec=False)
-    if not 0 <= request.page_size <= MAX_PAGE:
-        yield _violation("page_size", f"must be from 1 to {MAX_PAGE}, or 0 for {MAX_PAGE}", spec=False)
+    if not 0 <= request.page_size <= rules.MAX_PAGE:
+        yield _violation("page_size", f"must be from 1 to {rules.MAX_PAGE}, or 0 for {rules.MAX_PAGE}", spec=False)
     if len(request.page_token) > _MAX_TOKEN_CHARACTERS:
         yield _violation("page_token", "must be the next_page_token of an earlier answer", spec=False)
 

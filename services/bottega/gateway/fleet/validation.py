@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from bottega import kinds, rules
-from bottega.adapter_rules import MAX_MODES
+from bottega.adapter_rules import MAX_MODES, MAX_PROFILES, check_residual_profile
 from bottega.errors import ConfigError, Violation
 from bottega.kinds import is_kind
 from bottega.rpc.address import split
@@ -183,7 +183,7 @@ def _hosted(load: fleet_pb2.Load) -> Iterator[Violation]:
         limits = f"hashes and bases of at most {_MAX_CHARACTERS} characters, no negative numbers, known states"
         yield Violation(field="load.hosted", description=f"{rule}; {limits}")
     elif not all(map(_is_profiled_well, load.hosted)):
-        rule = f"profiles must be valid in SetProfile, at most {rules.MAX_PROFILES} for a ControlNet"
+        rule = f"profiles must be valid in SetProfile, at most {MAX_PROFILES} for a ControlNet"
         yield Violation(field="load.hosted", description=rule)
 
 
@@ -222,8 +222,8 @@ def _can_be_left_out(item: LeftOut) -> bool:
 
 
 def _is_profiled_well(item: Hosted) -> bool:
-    return len(item.profiles) <= rules.MAX_PROFILES and not any(
-        True for profile in item.profiles for _ in rules.check_profile("profile", profile)
+    return len(item.profiles) <= MAX_PROFILES and not any(
+        True for profile in item.profiles for _ in check_residual_profile("profile", profile)
     )
 
 

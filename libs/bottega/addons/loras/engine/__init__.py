@@ -14,9 +14,9 @@ from bottega.addons.loras.engine.lora import (
     make_layer,
 )
 from bottega.addons.loras.engine.lora_set import make_set, set_key
-from bottega.addons.loras.engine.patching import Patcher
+from bottega.addons.loras.engine.patching import Patcher, SwapCosts
 from bottega.addons.loras.engine.unmerged import UnmergedLoras
-from bottega.addons.loras.engine.weights import LoraWeights, SwapCosts
+from bottega.addons.loras.engine.weights import LoraWeights
 from bottega.model.rows import Factors, LoraSet, SetKey
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Merges LoRAs into weights in place and restores the weights from copies of the changed layers.
+"""Merges LoRAs into weights in place, restores these from copies of the changed layers, and measures what it costs.
 
 A weight becomes W0 + up @ down + difference.
 
@@ -19,11 +19,19 @@ from bottega.device.devices import compute_alone
 from bottega.engine.acceleration.acceleration import Probe
 from bottega.model.model import Model
 from bottega.model.operations import Operations, WeightSum, as_matrix, down_matrix
-from bottega.model.rows import Factors, LoraSet
+from bottega.model.rows import Factors, LoraSet, SetKey
 
 # Bytes of weights. For fewer, waking threads, a tenth of a millisecond each, takes longer than the work they take over.
 _MIN_THREADED_BYTES = 4 << 20
 _WEIGHT, _BIAS = ".weight", ".bias"
+# Estimates until something is measured. The share is that of the miniature with rank 16 in all attention layers. The
+# seconds per byte are half a pass through a slow core's memory for every read and write of merging and restoring.
+_FIRST_SHARE = 0.15
+_FIRST_S_PER_BYTE = 3e-9
+# Weight of a new measurement.
+_NEW_SHARE = 0.2
+# Number of sets whose share is remembered.
+_MAX_SETS = 64
 
 
 class Patcher:
@@ -245,3 +253,58 @@ def _factors(layer: nn.Linear, generator: torch.Generator) -> Factors:
     down = torch.randn(_RANK, weight.shape[1], generator=generator) * weight.shape[1] ** -0.5
     up = torch.randn(weight.shape[0], _RANK, generator=generator) * 0.05
     return Factors(down=down.to(weight), up=up.to(weight))
+
+
+class SwapCosts:
+    """The measured costs of LoRAs in one engine."""
+
+    def __init__(self) -> None:
+        self._share = _FIRST_SHARE
+        self._shares: dict[SetKey, float] = {}
+        self._s_per_byte: float | None = None
+        self._patched_bytes = 0  # bytes of weights that the last measured set changes
+
+    @property
+    def last_swap_s(self) -> float:
+        """Seconds to merge and restore a set like the last one; 0 before the first."""
+        return self.swap_s(self._patched_bytes)
+
+    def share(self, key: SetKey) -> float:
+        """Return the time that an unmerged set adds to a step, as a share of a plain step; an average for a new set."""
+        return self._shares.get(key, self._share)
+
+    def swap_s(self, touched_bytes: int) -> float:
+        """Return the seconds to merge LoRAs into `touched_bytes` of weights and to restore these."""
+        per_byte = _FIRST_S_PER_BYTE if self._s_per_byte is None else self._s_per_byte
+        return touched_bytes * per_byte
+
+    def observe_step(self, key: SetKey, seconds: float, plain_s: float) -> None:
+        """Update the cost of an unmerged set from a step in which all rows used it.
+
+        Args:
+            key: The set of LoRAs.
+            seconds: Duration of the step.
+            plain_s: Duration of the same step without LoRAs.
+        """
+        share = min(max(seconds / plain_s - 1.0, 0.0), 2.0 * self.share(key) + 0.1)  # bounded, to ignore outliers
+        self._share += _NEW_SHARE * (share - self._share)
+        before = self._shares.pop(key, share)
+        self._shares[key] = before + _NEW_SHARE * (share - before)
+        if len(self._shares) > _MAX_SETS:
+            del self._shares[next(iter(self._shares))]
+
+    def observe_patch(self, touched_bytes: int, seconds: float) -> None:
+        """Update the cost of merging per byte. Restoring the weights is taken to cost half as much."""
+        if touched_bytes:
+            measured = 1.5 * seconds / touched_bytes
+            before = measured if self._s_per_byte is None else self._s_per_byte
+            self._s_per_byte = before + _NEW_SHARE * (measured - before)
+            self._patched_bytes = touched_bytes
+
+    def expect_patch(self, touched_bytes: int) -> None:
+        """Assume that sets change `touched_bytes` of weights, until the first one is merged."""
+        self._patched_bytes = touched_bytes
+
+    def pays(self, key: SetKey, *, steps: int, step_s: float, touched_bytes: int) -> bool:
+        """Return whether merging saves time for a set that all rows use for `steps` more steps of `step_s` seconds."""
+        return steps * step_s * self.share(key) > self.swap_s(touched_bytes)
