@@ -40,8 +40,8 @@ class FairOrder:
             whole credit.
     """
 
-    def __init__(self, *, credit: float = 0.0) -> None:
-        self.credit = credit
+    def __init__(self) -> None:
+        self.credit = 0.0
         self._now = 0.0
         self._done_at: dict[str, float] = {}
 

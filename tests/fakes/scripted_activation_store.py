@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bottega.addons.edits.wire import DrawnTensors, SectionLayout, messages
-from bottega.addons.edits.wire.messages import ActivationMessageKind
+from bottega.addons.edits.wire.messages import ActivationMessage, ActivationMessageKind
 from bottega.addons.edits.wire.pieces import SectionPieces
 from bottega.addons.edits.wire.section import owner
 from bottega.errors import BottegaError, DataLoss, PeerDead
@@ -52,6 +52,14 @@ from tests.support.transport_backends import sealed_file
 
 Reply = Callable[[int, TemplateQuestion], WholeMessage | None]
 CHUNK_BYTES = 256
+
+
+def chunk_message(
+    number: int, *, tensor: int, start: int, data: bytes, times: StoreTimes | None = None
+) -> ActivationMessage:
+    """A chunk of a section with these bytes of one tensor, as a store writes it in place."""
+    header = messages.chunk_header(number, tensor=tensor, start=start, times=times)
+    return ActivationMessage(layout=messages.chunk_layout(len(data)), buffers=(*header, data))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -228,7 +236,7 @@ class ScriptedStore(LinkServer[ScriptedLink]):
     def send_tensor(self, link: ScriptedLink, number: int, section: Section, place: int) -> None:
         data = list(section.tensors.values())[place].numpy().tobytes()
         for start in range(0, len(data), CHUNK_BYTES):
-            chunk = messages.chunk_message(number, tensor=place, start=start, data=data[start : start + CHUNK_BYTES])
+            chunk = chunk_message(number, tensor=place, start=start, data=data[start : start + CHUNK_BYTES])
             link.connection.send(chunk)
 
     def send_file(self, link: ScriptedLink, number: int, data: bytes) -> None:

@@ -22,6 +22,7 @@ from bottega.transport import DType, Layout, Limits, TensorSpec, WholeMessage, n
 from bottega.transport.messages import BytesMessage
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.trace_pb2 import StoreTimes
+from tests.fakes.scripted_activation_store import chunk_message
 from tests.support.other_user import needs_root, run_as_another
 from tests.support.running_activations import (
     LARGE,
@@ -182,7 +183,7 @@ _BROKEN: dict[str, Callable[[], WholeMessage]] = {
     "of no kind": lambda: number_message("colour"),
     "an answer": lambda: messages.answer_message(1, pb.TemplateAnswer(), None),
     "a whole section": lambda: messages.whole_message(1, StoreTimes()),
-    "a chunk of nothing": lambda: messages.chunk_message(1, tensor=0, start=0, data=b"x"),
+    "a chunk of nothing": lambda: chunk_message(1, tensor=0, start=0, data=b"x"),
     "a question without a header": lambda: number_message("question"),
     "a question with a header that is none": lambda: _message("question", _header(7), header=b"\3\0\0\0\xff\xff\xff"),
     "a question with a header that is too long": lambda: _message("question", _header(1 << 20), header=bytes(1 << 20)),

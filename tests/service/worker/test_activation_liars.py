@@ -19,7 +19,7 @@ from bottega.v1.activations_pb2 import (
     TemplateAnswer,
 )
 from bottega.v1.trace_pb2 import StoreTimes
-from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore, Section, answer
+from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore, Section, answer, chunk_message
 from tests.support.stored_activations import KEY, RECORDING, SHAPES, drawn, section, step_key, worker
 from tests.support.waiting import EVENTUALLY_S, wait_until
 
@@ -114,7 +114,7 @@ def test_latent_and_noise_that_are_no_numbers_are_none(far: ScriptedStore, caplo
 
 
 def chunk(number: int, *, tensor: int = 0, start: int = 0, size_bytes: int = 16) -> WholeMessage:
-    return messages.chunk_message(number, tensor=tensor, start=start, data=bytes(size_bytes))
+    return chunk_message(number, tensor=tensor, start=start, data=bytes(size_bytes))
 
 
 CHUNKS: dict[str, Callable[[int], WholeMessage]] = {
@@ -124,7 +124,7 @@ CHUNKS: dict[str, Callable[[int], WholeMessage]] = {
     "a tensor that nobody has requested": lambda number: chunk(number, tensor=1),
     "a tensor that there is not": lambda number: chunk(number, tensor=99),
     "a whole section without its file": lambda number: messages.whole_message(number, StoreTimes()),
-    "a chunk that has taken no duration": lambda number: messages.chunk_message(
+    "a chunk that has taken no duration": lambda number: chunk_message(
         number, tensor=0, start=0, data=bytes(16), times=StoreTimes(read_s=float("nan"))
     ),
     "a question": lambda number: number_message("question", number),

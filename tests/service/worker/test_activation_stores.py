@@ -14,12 +14,11 @@ import torch
 from bottega.addons.edits.engine.recordings.recording import Recording
 from bottega.addons.edits.engine.recordings.source import TemplateQuery
 from bottega.addons.edits.engine.recordings.step import RecordedStep
-from bottega.addons.edits.wire import messages
 from bottega.addons.edits.worker.load_meter import LoadMeter
 from bottega.addons.edits.worker.stored_step import SectionFetch, StoredStep
 from bottega.addons.edits.worker.template import AnsweredSection
 from bottega.v1.activations_pb2 import BlockProfile, SectionRequest
-from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore
+from tests.fakes.scripted_activation_store import ScriptedLink, ScriptedStore, chunk_message
 from tests.support.stored_activations import (
     KEY,
     RECORDING,
@@ -158,7 +157,7 @@ def test_half_a_tensor_is_none(far: ScriptedStore) -> None:
 
     def send_half(link: ScriptedLink, number: int, _request: SectionRequest) -> None:
         data = first.tensors[NAMES[0]].numpy().tobytes()[:48]
-        link.connection.send(messages.chunk_message(number, tensor=0, start=0, data=data))
+        link.connection.send(chunk_message(number, tensor=0, start=0, data=data))
 
     far.fetched = send_half
     with worker(far) as here:

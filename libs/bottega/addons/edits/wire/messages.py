@@ -160,15 +160,6 @@ def chunk_header(number: int, *, tensor: int, start: int, times: StoreTimes | No
     return pack_number(number), _packed(ChunkHeader(tensor=tensor, start=start, times=times))
 
 
-def chunk_message(
-    number: int, *, tensor: int, start: int, data: bytes | memoryview, times: StoreTimes | None = None
-) -> ActivationMessage:
-    """Return a chunk with bytes of one tensor, at most CHUNK_BYTES."""
-    layout = chunk_layout(memoryview(data).nbytes)
-    header = chunk_header(number, tensor=tensor, start=start, times=times)
-    return ActivationMessage(layout=layout, buffers=(*header, data))
-
-
 def refused_message(number: int, error: bytes) -> BytesMessage:
     """Return a refused message. `error` is a JobError as JSON."""
     layout = Layout.of(number_spec(ActivationMessageKind.REFUSED), _bytes_spec("error", len(error)), headers=2)

@@ -13,6 +13,7 @@ from bottega.transport import BytesMessage, DType, Layout, TensorSpec, WholeMess
 from bottega.transport.channel.backend import checked, on_host
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.trace_pb2 import StoreTimes
+from tests.fakes.scripted_activation_store import chunk_message
 
 _LAYOUT = SectionLayout.of([("a", (3, 5)), ("b", (7,))])
 _DRAWN = DrawnTensors(shape=(1, 2, 3, 4), image_latent=b"i" * 96, noise=b"n" * 96)
@@ -41,7 +42,7 @@ def test_questions_and_answers_come_back() -> None:
 def test_fetches_chunks_and_refusals_come_back() -> None:
     request = pb.SectionRequest(digest=_DIGEST, tensors=[2, 0], edit=5)
     assert messages.read_fetch(*_sent(messages.fetch_message(1, request))) == (1, request)
-    layout, views = _sent(messages.chunk_message(2, tensor=3, start=1 << 22, data=b"bytes"))
+    layout, views = _sent(chunk_message(2, tensor=3, start=1 << 22, data=b"bytes"))
     assert messages.read_chunk(layout, views) == (2, pb.ChunkHeader(tensor=3, start=1 << 22))
     assert bytes(views[-1]) == b"bytes"
     assert messages.read_refused(*_sent(messages.refused_message(3, b"why"))) == (3, b"why")
@@ -134,7 +135,7 @@ def test_a_section_has_tensors_and_a_chunk_is_no_larger_than_it_may_be() -> None
     with pytest.raises(ValueError, match="1 to"):
         messages.read_section(*_forged("section", _header(bytes(256))))
     with pytest.raises(ValueError, match="at most"):
-        messages.read_chunk(*_sent(messages.chunk_message(1, tensor=0, start=0, data=bytes(messages.CHUNK_BYTES + 1))))
+        messages.read_chunk(*_sent(chunk_message(1, tensor=0, start=0, data=bytes(messages.CHUNK_BYTES + 1))))
 
 
 def _drawn(drawn: DrawnTensors | None) -> tuple[tuple[int, ...], bytes, bytes] | None:
@@ -145,17 +146,17 @@ def test_a_section_comes_with_what_the_store_has_spent() -> None:
     times = StoreTimes(wait_s=0.5, read_s=0.25)
     layout, views = _sent(messages.whole_message(4, times))
     assert messages.read_whole(layout, views) == (4, times)
-    layout, views = _sent(messages.chunk_message(4, tensor=0, start=0, data=bytes(16), times=times))
+    layout, views = _sent(chunk_message(4, tensor=0, start=0, data=bytes(16), times=times))
     number, chunk = messages.read_chunk(layout, views)
     assert (number, chunk.times) == (4, times)
-    layout, views = _sent(messages.chunk_message(4, tensor=0, start=16, data=bytes(16)))
+    layout, views = _sent(chunk_message(4, tensor=0, start=16, data=bytes(16)))
     assert not messages.read_chunk(layout, views)[1].HasField("times")
 
 
 def test_times_that_are_no_durations_are_refused() -> None:
     times = StoreTimes(read_s=-1.0)
     whole = _sent(messages.whole_message(4, times))
-    chunk = _sent(messages.chunk_message(4, tensor=0, start=0, data=bytes(16), times=times))
+    chunk = _sent(chunk_message(4, tensor=0, start=0, data=bytes(16), times=times))
     answer = _sent(messages.answer_message(4, pb.TemplateAnswer(times=times), None))
     for read, sent in ((messages.read_whole, whole), (messages.read_chunk, chunk), (messages.read_answer, answer)):
         with pytest.raises(ValueError, match="are not 0 to"):
