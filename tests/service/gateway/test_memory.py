@@ -140,7 +140,7 @@ async def test_many_large_requests_take_bounded_memory_which_is_given_back_and_t
 
 
 @pytest.mark.alone  # memory without a bound has half a second to show
-@pytest.mark.parametrize("method", ["WatchJob", "GetImage"])
+@pytest.mark.parametrize("method", ["WatchJob", pytest.param("GetImage", marks=pytest.mark.slow)])
 async def test_many_callers_that_do_not_read_take_bounded_memory_and_who_reads_gets_every_image(
     tmp_path: Path, method: str
 ) -> None:

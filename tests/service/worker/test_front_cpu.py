@@ -172,7 +172,10 @@ def test_no_callback_of_the_front_uses_more_than_5_ms(load: Callable[[Front], li
     for _ in range(ROUNDS):
         with running_front() as front:
             costliest = load(front)
-        bound_ms = max(on_this_machine(MOST_MS), 1.2 * bare_grpc_ms(LARGE_BYTES))
+        bound_ms = on_this_machine(MOST_MS)
+        if costliest[0][0] < bound_ms:
+            return
+        bound_ms = max(bound_ms, 1.2 * bare_grpc_ms(LARGE_BYTES))
         if costliest[0][0] < bound_ms:
             return
         seen.append((bound_ms, costliest[:3]))
