@@ -26,7 +26,7 @@ from tests.samples.lora_files import Part, kohya, save
 from tests.samples.sd3_loras import Sd3Lora, diffusers_file, kohya_file, random_lora
 from tests.support.running_loras import MODULE
 from tests.support.running_up import Up, running_up
-from tests.support.stock import assert_same_image, pixels_of
+from tests.support.stock import Pixels, assert_same_image, pixels_of
 from tests.support.terminal import run
 
 pytestmark = [pytest.mark.slow]
@@ -36,6 +36,7 @@ PROMPT = "a big red star on the left"
 DRAW: Mapping[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0, "width": SIZE, "height": SIZE}
 SCALES = {"ink": 0.8, "wash": 0.5}
 CONTROL = control_image(3, SIZE, SIZE)
+WHOLE: Mapping[str, Any] = {"keep_unmasked": False, "identical_results": False}
 IMAGE, MASK = template(SIZE, SIZE), box_mask((0, 0, 8, 8), SIZE, SIZE)
 
 
@@ -107,20 +108,27 @@ def test_pictures_and_edits_with_a_controlnet_on_its_server_are_stocks(client: C
         ({}, {}),
         ({"image": IMAGE, "mask_image": MASK, "keep_unmasked": False}, {"image": IMAGE, "mask": MASK}),
     ]
+    stock = FamilyStock(FAMILY)
     for asked, sources in ways:
         drawn = client.generate(PROMPT, seed=8, controlnets=[edges], **asked, **DRAW)
-        stock = FamilyStock(FAMILY).reference(
-            spec, networks=control_networks(FAMILY)[:1], control_images=[CONTROL], **sources
-        )
-        assert_same_image(pixels_of(drawn.pil()), stock.pixels)
+        theirs = stock.latent(spec, networks=control_networks(FAMILY)[:1], control_images=[CONTROL], **sources)
+        assert_same_image(pixels_of(drawn.pil()), decoded(stock, theirs))
         assert drawn.provenance.exact
         (use,) = drawn.provenance.controlnets
-        assert use.servers == ("controlnet",)
+        assert use.servers == ("controlnet-0",)
+
+
+@torch.no_grad()
+def decoded(stock: FamilyStock, latent: torch.Tensor) -> Pixels:
+    """The picture of a latent. Diffusers' pipeline for inpainting leaves out the VAE's shift."""
+    vae, processor = stock.text.vae, stock.text.image_processor
+    pixels = vae.decode(latent / vae.config.scaling_factor + vae.config.shift_factor).sample
+    return pixels_of(processor.postprocess(pixels)[0])
 
 
 def test_the_second_edit_of_a_picture_computes_the_masked_part_alone(client: Client) -> None:
     exact, first, second = (
-        client.edit(IMAGE, MASK, PROMPT, seed=8, fidelity=fidelity, keep_unmasked=False, **DRAW)
+        client.edit(IMAGE, MASK, PROMPT, seed=8, fidelity=fidelity, **WHOLE, **DRAW)
         for fidelity in ("exact", "balanced", "balanced")
     )
     assert first.provenance.mask.recorded
