@@ -80,19 +80,15 @@ def _compare(model: Path, loras: Sequence[LoraFiles], *, steps: int, size: int, 
 
 def engine(*, model: str) -> Answer:
     """Make the suite's engine: it draws a picture with each LoRA, or None, all at once."""
-    import torch
-
     from bottega.engine.job import EngineOrder
     from bottega.engine.limits import EngineLimits
     from bottega.engine.spec import LoraSpec, ResolvedSpec
-    from bottega.model.loading import load_model
-    from load.bench.engine_runs import run_orders
+    from load.bench.engine_runs import load_bench_model, run_orders
     from load.bench.local_loras import LocalLoras
     from tests.support.engines import make_engine
 
     files: dict[str, Path] = {}
-    loaded = load_model(Path(model), name="bench", device=torch.device("cpu"), dtype=torch.float32)
-    running = make_engine(loaded, EngineLimits(), loras=LocalLoras(files))
+    running = make_engine(load_bench_model(model), EngineLimits(), loras=LocalLoras(files))
     running.warm_up()
 
     def draw(*, loras: Sequence[dict[str, str] | None], steps: int, size: int) -> dict[str, float]:

@@ -81,13 +81,11 @@ def diffusers(*, model: str) -> Answer:
 
 def engine(*, model: str) -> Answer:
     """Make the suite's side, which fetches a canonical file, patches the weights and restores them."""
-    import torch
-
     from bottega.addons.loras.engine import LoraAtScale, LoraRef, LoraWeights
-    from bottega.model.loading import load_model
+    from load.bench.engine_runs import load_bench_model
     from load.bench.local_loras import LocalLoras
 
-    loaded = load_model(Path(model), name="bench", device=torch.device("cpu"), dtype=torch.float32)
+    loaded = load_bench_model(model)
     loaded_kib = _memory_kib("VmRSS")
     files: dict[str, Path] = {}
     source, weights = LocalLoras(files), LoraWeights(loaded)

@@ -45,11 +45,12 @@ def counted_costs(step_s: float) -> StageCosts:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     text_1, text_2 = CLIPTextConfig(**SDXL.text), CLIPTextConfig(**SDXL.text_2)
-    controlnet = {name: value for name, value in SDXL.unet.items() if name in _OF_CONTROLNETS}
     with torch.device("meta"):
         texts: tuple[nn.Module, ...] = (CLIPTextModel(text_1), CLIPTextModelWithProjection(text_2))
         unet, vae = UNet2DConditionModel(**SDXL.unet), AutoencoderKL(**SDXL.vae)
-        net = ControlNetModel(**controlnet, conditioning_embedding_out_channels=SDXL.controlnet_channels)
+        net = ControlNetModel.from_unet(
+            unet, conditioning_embedding_out_channels=SDXL.controlnet_channels, load_weights_from_unet=False
+        )
         tokens = torch.zeros(1, SDXL.prompt_tokens, dtype=torch.long)
         latent, prompt = torch.empty(1, 4, 128, 128), torch.empty(1, SDXL.prompt_tokens, 2048)
         pooled = {"text_embeds": torch.empty(1, 1280), "time_ids": torch.empty(1, 6)}
@@ -67,15 +68,6 @@ def counted_costs(step_s: float) -> StageCosts:
         decode_s=decode * seconds,
         denoiser_share=weights[0] / sum(weights),
     )
-
-
-_OF_CONTROLNETS = frozenset(
-    {
-        *("in_channels", "block_out_channels", "layers_per_block", "down_block_types", "attention_head_dim"),
-        *("transformer_layers_per_block", "cross_attention_dim", "use_linear_projection", "addition_embed_type"),
-        *("addition_time_embed_dim", "projection_class_embeddings_input_dim"),
-    }
-)
 
 
 def _operations(forward: Callable[[], object]) -> int:

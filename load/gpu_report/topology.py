@@ -1,13 +1,14 @@
 """The networks that are measured, as configurations of Diffusers and transformers: SDXL-base's own, and small ones.
 
 Numbers alone: it imports neither.
-Source of SDXL's: the config.json files of stabilityai/stable-diffusion-xl-base-1.0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from tests.samples import published_configs
 
 Config = Mapping[str, object]
 
@@ -27,52 +28,23 @@ class Topology:
     """Channels of a ControlNet's embedding of its image."""
 
 
+# Of files, their authors and tokens, of which a tokenizer knows more.
+_NOT_OF_NETWORKS = {
+    *("_class_name", "_diffusers_version", "_name_or_path", "architectures", "model_type", "transformers_version"),
+    *("torch_dtype", "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+}
+
+
+def _network(config: Config) -> Config:
+    """Return the fields of a published configuration that describe the network."""
+    return {name: value for name, value in config.items() if name not in _NOT_OF_NETWORKS}
+
+
 SDXL = Topology(
-    unet={
-        "sample_size": 128,
-        "in_channels": 4,
-        "out_channels": 4,
-        "block_out_channels": (320, 640, 1280),
-        "layers_per_block": 2,
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        "transformer_layers_per_block": (1, 2, 10),
-        "attention_head_dim": (5, 10, 20),
-        "cross_attention_dim": 2048,
-        "use_linear_projection": True,
-        "addition_embed_type": "text_time",
-        "addition_time_embed_dim": 256,
-        "projection_class_embeddings_input_dim": 2816,
-    },
-    vae={
-        "block_out_channels": (128, 256, 512, 512),
-        "down_block_types": ("DownEncoderBlock2D",) * 4,
-        "up_block_types": ("UpDecoderBlock2D",) * 4,
-        "layers_per_block": 2,
-        "latent_channels": 4,
-        "norm_num_groups": 32,
-        "sample_size": 1024,
-        "scaling_factor": 0.13025,
-        "force_upcast": True,
-    },
-    text={
-        "vocab_size": 49408,
-        "hidden_size": 768,
-        "intermediate_size": 3072,
-        "projection_dim": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "hidden_act": "quick_gelu",
-    },
-    text_2={
-        "vocab_size": 49408,
-        "hidden_size": 1280,
-        "intermediate_size": 5120,
-        "projection_dim": 1280,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 20,
-        "hidden_act": "gelu",
-    },
+    unet=_network(published_configs.unet()),
+    vae=_network(published_configs.vae()),
+    text=_network(published_configs.text_encoder()),
+    text_2=_network(published_configs.text_encoder_2()),
     prompt_tokens=77,
     controlnet_channels=(16, 32, 96, 256),
 )

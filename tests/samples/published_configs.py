@@ -186,44 +186,25 @@ def text_encoder_2() -> Config:
     }
 
 
+_NOT_OF_CONTROLNETS = {
+    *("attention_type", "center_input_sample", "class_embeddings_concat", "conv_in_kernel", "conv_out_kernel"),
+    *("cross_attention_norm", "dropout", "dual_cross_attention", "mid_block_only_cross_attention", "out_channels"),
+    *("resnet_out_scale_factor", "resnet_skip_time_act", "reverse_transformer_layers_per_block", "sample_size"),
+    *("time_cond_proj_dim", "time_embedding_act_fn", "time_embedding_dim", "time_embedding_type"),
+    *("timestep_post_act", "up_block_types"),
+}
+
+
 def controlnet() -> Config:
-    """Return the config.json of a published SDXL ControlNet."""
-    return {
+    """Return the config.json of a published SDXL ControlNet, which has most of the UNet's fields."""
+    return {name: value for name, value in unet().items() if name not in _NOT_OF_CONTROLNETS} | {
         "_class_name": "ControlNetModel",
         "_diffusers_version": "0.20.0.dev0",
         "_name_or_path": "../controlnet-1-0-canny/checkpoint-20000",
-        "act_fn": "silu",
-        "addition_embed_type": "text_time",
-        "addition_embed_type_num_heads": 64,
-        "addition_time_embed_dim": 256,
-        "attention_head_dim": [5, 10, 20],
-        "block_out_channels": [320, 640, 1280],
-        "class_embed_type": None,
         "conditioning_channels": 3,
         "conditioning_embedding_out_channels": [16, 32, 96, 256],
         "controlnet_conditioning_channel_order": "rgb",
-        "cross_attention_dim": 2048,
-        "down_block_types": ["DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"],
-        "downsample_padding": 1,
-        "encoder_hid_dim": None,
-        "encoder_hid_dim_type": None,
-        "flip_sin_to_cos": True,
-        "freq_shift": 0,
         "global_pool_conditions": False,
-        "in_channels": 4,
-        "layers_per_block": 2,
-        "mid_block_scale_factor": 1,
-        "mid_block_type": "UNetMidBlock2DCrossAttn",
-        "norm_eps": 1e-05,
-        "norm_num_groups": 32,
-        "num_attention_heads": None,
-        "num_class_embeds": None,
-        "only_cross_attention": False,
-        "projection_class_embeddings_input_dim": 2816,
-        "resnet_time_scale_shift": "default",
-        "transformer_layers_per_block": [1, 2, 10],
-        "upcast_attention": None,
-        "use_linear_projection": True,
     }
 
 

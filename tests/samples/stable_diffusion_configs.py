@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tests.samples.published_configs import text_encoder, tokenizer
+from tests.samples.published_configs import scheduler, text_encoder, tokenizer, vae
 
 Config = dict[str, Any]
-
-_DOWN = ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"]
-_UP = ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3
 
 
 def sd15() -> Mapping[str, Config]:
@@ -29,7 +26,7 @@ def sd15() -> Mapping[str, Config]:
             "block_out_channels": [320, 640, 1280, 1280],
             "center_input_sample": False,
             "cross_attention_dim": 768,
-            "down_block_types": _DOWN,
+            "down_block_types": ["CrossAttnDownBlock2D"] * 3 + ["DownBlock2D"],
             "downsample_padding": 1,
             "flip_sin_to_cos": True,
             "freq_shift": 0,
@@ -40,7 +37,7 @@ def sd15() -> Mapping[str, Config]:
             "norm_num_groups": 32,
             "out_channels": 4,
             "sample_size": 64,
-            "up_block_types": _UP,
+            "up_block_types": ["UpBlock2D"] + ["CrossAttnUpBlock2D"] * 3,
         },
         "vae": _vae("0.6.0", 512),
         "text_encoder": text_encoder()
@@ -58,29 +55,15 @@ def sd21() -> Mapping[str, Config]:
     """Return the configurations of Stable Diffusion 2.1 by part; `index` is model_index.json."""
     return {
         "index": {**_index("DDIMScheduler", "0.8.0"), "requires_safety_checker": False, "safety_checker": [None, None]},
-        "unet": {
-            "_class_name": "UNet2DConditionModel",
+        "unet": sd15()["unet"]
+        | {
             "_diffusers_version": "0.10.0.dev0",
-            "act_fn": "silu",
             "attention_head_dim": [5, 10, 20, 20],
-            "block_out_channels": [320, 640, 1280, 1280],
-            "center_input_sample": False,
             "cross_attention_dim": 1024,
-            "down_block_types": _DOWN,
-            "downsample_padding": 1,
             "dual_cross_attention": False,
-            "flip_sin_to_cos": True,
-            "freq_shift": 0,
-            "in_channels": 4,
-            "layers_per_block": 2,
-            "mid_block_scale_factor": 1,
-            "norm_eps": 1e-05,
-            "norm_num_groups": 32,
             "num_class_embeds": None,
             "only_cross_attention": False,
-            "out_channels": 4,
             "sample_size": 96,
-            "up_block_types": _UP,
             "upcast_attention": True,
             "use_linear_projection": True,
         },
@@ -192,33 +175,13 @@ def _index(scheduler: str, version: str) -> Config:
 
 
 def _vae(version: str, size: int) -> Config:
-    return {
-        "_class_name": "AutoencoderKL",
-        "_diffusers_version": version,
-        "act_fn": "silu",
-        "block_out_channels": [128, 256, 512, 512],
-        "down_block_types": ["DownEncoderBlock2D"] * 4,
-        "in_channels": 3,
-        "latent_channels": 4,
-        "layers_per_block": 2,
-        "norm_num_groups": 32,
-        "out_channels": 3,
-        "sample_size": size,
-        "up_block_types": ["UpDecoderBlock2D"] * 4,
-    }
+    """Return what SDXL's VAE says, but for what earlier ones leave to the defaults."""
+    later = {"_name_or_path", "force_upcast", "scaling_factor"}
+    fields = {name: value for name, value in vae().items() if name not in later}
+    return fields | {"_diffusers_version": version, "sample_size": size}
 
 
 def _scheduler(name: str) -> Config:
-    return {
-        "_class_name": name,
-        "_diffusers_version": "0.8.0",
-        "beta_end": 0.012,
-        "beta_schedule": "scaled_linear",
-        "beta_start": 0.00085,
-        "clip_sample": False,
-        "num_train_timesteps": 1000,
-        "set_alpha_to_one": False,
-        "skip_prk_steps": True,
-        "steps_offset": 1,
-        "trained_betas": None,
-    }
+    later = {"interpolation_type", "prediction_type", "sample_max_value", "timestep_spacing", "use_karras_sigmas"}
+    fields = {name: value for name, value in scheduler().items() if name not in later}
+    return fields | {"_class_name": name, "_diffusers_version": "0.8.0"}
