@@ -195,16 +195,6 @@ def test_a_new_entry_and_changes_are_written_together(storage: Storage) -> None:
         assert _load(disk).keys() == {2}
 
 
-def test_files_without_a_record_are_deleted_and_of_no_use(storage: Storage) -> None:
-    with storage.opened() as disk:
-        _load(disk)
-        disk.write_files(_files(_record(1)))
-        assert _load(disk) == {}
-        disk.discard(_files(_record(1)))
-        disk.tidy(RecordChanges())
-        assert not storage.files()
-
-
 @pytest.mark.parametrize(
     "damage",
     [

@@ -5,15 +5,12 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bottega.addons.cache.engine.order import start_key
 from bottega.cache.store.store import LatentStore
-from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_HIT, CacheQuestion, CacheStart
 from tests.support.cached_latents import (
     MODEL,
@@ -72,42 +69,6 @@ def test_a_pin_never_meets_an_entry_of_another_key(store: LatentStore) -> None:
         for key in (other.key, _neighbour(entry.key)):
             assert store.ask(pins((entry.entry, 25), key=key), vector(0)).latents == ()
         assert store.ask(pins((entry.entry, 25), key=entry.key), vector(0)).latents
-
-
-_SPEC = ResolvedSpec(
-    prompt="a star",
-    loras=(LoraSpec(name="ink", digest="c" * 64),),
-    controlnets=(ControlSpec(name="edges", image_digest="a" * 64, digest="b" * 64),),
-)
-_JOB = {"model_hash": MODEL, "dtype": "float32", "tenant": "atelier"}
-_OTHERS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
-    "tenant": ({}, {"tenant": "other"}),
-    "model": ({}, {"model_hash": "ef" * 32}),
-    "element type": ({}, {"dtype": "float16"}),
-    "LoRA": ({"loras": (LoraSpec(name="ink", digest="d" * 64),)}, {}),
-    "scale of the LoRA": ({"loras": (LoraSpec(name="ink", digest="c" * 64, scale=0.5),)}, {}),
-    "without the LoRA": ({"loras": ()}, {}),
-    "control image": ({"controlnets": (replace(_SPEC.controlnets[0], image_digest="f" * 64),)}, {}),
-    "ControlNet": ({"controlnets": (replace(_SPEC.controlnets[0], digest="f" * 64),)}, {}),
-    "span of the ControlNet": ({"controlnets": (replace(_SPEC.controlnets[0], control_guidance_end=0.9),)}, {}),
-}
-
-
-def test_two_jobs_that_differ_in_more_than_the_prompt_never_meet_each_others_entry(tmp_path: Path) -> None:
-    jobs = [(_SPEC, _JOB)]
-    jobs += [(replace(_SPEC, **changed), {**_JOB, **job}) for changed, job in _OTHERS.values()]
-    keys = [start_key(spec, **job) for spec, job in jobs]
-    with running(tmp_path) as store:
-        for seed, key in enumerate(keys):
-            record(store, vector(0), key=key, seed=seed)
-        written(store)
-        entries = {entry.key: entry.entry for entry in store.entries("", len(keys))}
-        for seed, key in enumerate(keys):
-            answer = store.ask(question(key, images=2), vector(0))
-            assert [hit.entry for hit in answer.header.hits] == [entries[key]]
-            assert digest(answer) == [hashlib.sha256(latent(seed, 25).data).hexdigest()]
-            for strange in set(keys) - {key}:
-                assert store.ask(pins((entries[strange], 25), key=key), vector(0)).latents == ()
 
 
 _PLAIN = "0e" * 32
