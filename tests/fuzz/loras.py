@@ -156,9 +156,13 @@ def lora_attempts(filled: dict[str, Any]) -> Iterator[Case]:
     yield case("a LoRA that is measured from a later step", [measured], "spec.loras[0].from_step")
     noise = case("a decision that is noise", [whole], decisions=AttemptDecisions(by_kind={kinds.LORAS: b"\xff" * 9}))
     yield replace(noise, refused_later=True)
-    for kind, size in (("no kind", 0), (kinds.LORAS, (256 << 10) + 1)):
-        decisions = AttemptDecisions(by_kind={kind: bytes(size)})
-        yield case(f"{size} bytes from {kind}", [whole], "decisions.by_kind", decisions=decisions)
+    for by_kind in (
+        {"no kind": b""},
+        {f"k{number}": b"" for number in range(17)},
+        {kinds.LORAS: bytes((256 << 10) + 1)},
+    ):
+        decisions = AttemptDecisions(by_kind=by_kind)
+        yield case(f"decisions of {shown(''.join(by_kind))}", [whole], "decisions.by_kind", decisions=decisions)
 
 
 def _ordered(**facts: Any) -> Lora:

@@ -98,4 +98,5 @@ def _replayed() -> Iterator[Case]:
     yield from limits(case, "tenant", ("shop", ""), ("Shop",), all_dead=True)
     yield case("nothing", INVALID, "event_ids")
     yield case("too many", INVALID, "event_ids", event_ids=["x"] * 101)
+    yield case("an ID with a NUL byte", INVALID, "event_ids", event_ids=["a\0b"])
     yield case("both", INVALID, "event_ids", event_ids=["x"], all_dead=True)

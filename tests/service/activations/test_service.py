@@ -6,12 +6,11 @@ import asyncio
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from bottega.addons.interface.store_link import rank_stores
-from bottega.errors import Draining, InvalidRequest
+from bottega.errors import Draining
 from bottega.v1 import activations_pb2 as pb
 from tests.support.deployed_metrics import assert_shows_what_is_named, scrape
 from tests.support.running_activations import (
@@ -131,33 +130,6 @@ async def test_figures_say_where_bytes_are_and_what_workers_had(tmp_path: Path) 
     assert "bottega_links " in shown
     assert made.id not in shown, "nobody's template"
     assert made.source not in shown
-
-
-def _block(**facts: Any) -> list[pb.BlockCost]:
-    said: dict[str, Any] = {"name": "a", "masked_s": (0.1, 0.2), **facts}
-    return [pb.BlockCost(**said)]
-
-
-_WRONG: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("ListStoredTemplates", {"limit": 1001}, ["limit"]),
-    ("DropStoredTemplate", {"id": "0123456"}, ["id"]),
-    ("WarmTemplate", {"id": "0123456789ABCDEF"}, ["id"]),
-    ("PinTemplate", {"pinned": True}, ["id"]),
-    ("PrefetchTemplates", {"sources": ["0" * 64, "x", ""]}, ["sources[1]", "sources[2]"]),
-    ("PrefetchTemplates", {"sources": ["0" * 64] * 65}, ["sources"]),
-    ("PrefetchTemplates", {"stores": ["s"] * 65}, ["stores"]),
-    ("SetBlockProfile", {}, ["profile.model_hash", "profile.dtype", "profile.width", "profile.height"]),
-    ("SetBlockProfile", {"profile": profile(blocks=_block(masked_s=(0.1,)))}, ["profile.blocks[0].masked_s"]),
-]
-
-
-@pytest.mark.parametrize(("method", "facts", "fields"), _WRONG, ids=lambda value: str(value)[:20])
-async def test_what_cannot_be_is_refused_by_its_fields(
-    store: Running, method: str, facts: dict[str, Any], fields: list[str]
-) -> None:
-    error = await refused(store.call(method, **facts))
-    assert isinstance(error, InvalidRequest)
-    assert [violation.field for violation in error.violations] == fields
 
 
 async def test_a_store_that_stops_offers_no_link_and_says_so(store: Running) -> None:

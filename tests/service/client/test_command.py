@@ -324,15 +324,6 @@ def test_several_pictures_get_numbers(gateway: ScriptedGateway, address: str, ow
     assert result.exit_code == 0
 
 
-def test_the_suffix_is_the_format(gateway: ScriptedGateway, address: str, own_folder: Path) -> None:
-    jpeg = image(0, b"jpeg")
-    jpeg.format = generation_pb2.IMAGE_FORMAT_JPEG
-    gateway.scripts = [[completed(jpeg)]]
-    assert run("generate", "a star", "-o", "star.jpg", address=address).exit_code == 0
-    assert gateway.requests[0].spec.format == generation_pb2.IMAGE_FORMAT_JPEG
-    assert (own_folder / "star.jpg").exists()
-
-
 def test_a_cut_prompt_is_said(gateway: ScriptedGateway, address: str) -> None:
     done = completed()
     done.completed.provenance.truncations.add(field="prompt", text="and so on")

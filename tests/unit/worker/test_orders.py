@@ -56,31 +56,11 @@ def test_a_request_whose_image_was_let_go_keeps_none_of_its_memory() -> None:
     assert len(kept) == 10
 
 
-@pytest.mark.parametrize("name", sorted(set(FULL) - {"prompt"}))
-def test_what_the_gateway_fills_in_must_be_there(name: str) -> None:
-    with pytest.raises(InvalidRequest) as refusal:
-        read_attempt(_raw(generation_pb2.GenerationSpec(**{key: FULL[key] for key in FULL if key != name})))
-    assert [violation.field for violation in refusal.value.violations] == [f"spec.{name}"]
-
-
 def test_a_controlnet_needs_an_image() -> None:
     nets = [generation_pb2.ControlNet(name="edges")]
     with pytest.raises(InvalidRequest) as refusal:
         read_attempt(_raw(generation_pb2.GenerationSpec(**FULL, controlnets=nets)))
     assert [violation.field for violation in refusal.value.violations] == ["spec.controlnets[0].image"]
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [{"no kind": b""}, {f"k{number}": b"" for number in range(17)}, {"kind": bytes((256 << 10) + 1)}],
-    ids=["no kind", "17 of them", "too large a one"],
-)
-def test_what_add_ons_say_is_bounded(messages: dict[str, bytes]) -> None:
-    spec = generation_pb2.GenerationSpec(**FULL)
-    decisions = worker_pb2.AttemptDecisions(by_kind=messages)
-    with pytest.raises(InvalidRequest) as refusal:
-        read_attempt(_raw(spec, addons=messages, decisions=decisions))
-    assert [violation.field for violation in refusal.value.violations] == ["addons", "decisions.by_kind"]
 
 
 def test_all_that_is_wrong_is_said_at_once() -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from bottega import errors
 from bottega.rpc.status import from_rpc_error
-from bottega.v1 import image_pb2, webhook_pb2, webhook_pb2_grpc
+from bottega.v1 import image_pb2
 from bottega.v1.generation_pb2 import GenerationSpec
 from tests.support.flooders import Message, empty_loras, nested, tagged, unknown_fields
-from tests.support.running_gateway import Running, refusal, running_gateway
+from tests.support.running_gateway import Running, running_gateway
 
 
 async def _refusal(gateway: Running, message: Message) -> errors.BottegaError:
@@ -29,32 +29,6 @@ async def test_messages_that_would_expand_are_refused_before_they_are_parsed() -
             refused = await _refusal(gateway, message)
             assert type(refused) is errors.TooLarge
             assert refused.metadata == {"limit": "fields", "fields": "1024"}
-
-
-async def test_an_id_with_a_nul_byte_is_refused() -> None:
-    odd = "a\0b"
-    async with running_gateway() as gateway:
-        await gateway.worker()
-        operators: Any = webhook_pb2_grpc.WebhookServiceStub(gateway.fleet_channel)
-        spec = GenerationSpec(prompt="a star")
-        calls: list[tuple[str, Any, Any]] = [
-            ("request_id", gateway.images.SubmitJob, image_pb2.SubmitJobRequest(request_id=odd, spec=spec)),
-            ("request_id", gateway.images.Generate, image_pb2.GenerateRequest(request_id=odd, spec=spec)),
-            ("job_id", gateway.images.GetJob, image_pb2.GetJobRequest(job_id=odd)),
-            ("job_id", gateway.images.WatchJob, image_pb2.WatchJobRequest(job_id=odd)),
-            ("job_id", gateway.images.GetImage, image_pb2.GetImageRequest(job_id=odd)),
-            ("job_id", gateway.images.CancelJob, image_pb2.CancelJobRequest(job_id=odd)),
-            ("job_id", gateway.images.DeleteJob, image_pb2.DeleteJobRequest(job_id=odd)),
-            ("job_id", gateway.images.GetJobTrace, image_pb2.GetJobTraceRequest(job_id=odd)),
-            (
-                "event_ids",
-                operators.ReplayWebhookEvents,
-                webhook_pb2.ReplayWebhookEventsRequest(event_ids=[odd]),
-            ),
-        ]
-        for field, method, request in calls:
-            refused = await refusal(lambda method=method, request=request: method(request, timeout=20))  # type: ignore[misc]
-            assert (type(refused), [one.field for one in refused.violations]) == (errors.InvalidRequest, [field])
 
 
 async def test_fields_that_nobody_knows_are_stored_nowhere_and_lists_go_on() -> None:

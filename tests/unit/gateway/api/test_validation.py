@@ -348,10 +348,3 @@ async def test_all_that_is_wrong_with_image_and_mask_comes_at_once() -> None:
         await validation.check_images(
             GenerationSpec(mask_image=PNG), [], _Inspector(), max_pixels=100, share=Share(), model=MODEL
         )
-
-
-def test_only_fast_requests_reuse_blocks_of_earlier_steps() -> None:
-    for fidelity in generation_pb2.Fidelity.values():
-        spec = GenerationSpec(prompt="a star", fidelity=fidelity, techniques=Techniques(step_caching=True))
-        fast = fidelity == generation_pb2.FIDELITY_FAST
-        assert _fields(spec) == ([] if fast else ["techniques.step_caching"])
