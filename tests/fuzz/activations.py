@@ -88,6 +88,7 @@ def _profiles() -> Iterator[Case]:
     yield _set("eight shares", shares=eight, blocks=[_block(masked_s=[0.1] * 8)])
     yield _set("as many blocks as may be", blocks=[_block(name=f"b{number}") for number in range(4096)])
     yield _set("one block too many", INVALID, "profile.blocks", blocks=[_block()] * 4097)
+    yield _set("two blocks of one name", INVALID, "profile.blocks", blocks=[_block()] * 2)
     nine = [share / 9 for share in range(1, 10)]
     yield _set("nine shares", INVALID, "profile.shares", shares=nine, blocks=[_block(masked_s=nine)])
     dtypes = ("", "int8", "FLOAT16", "\0", MIB_TEXT)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from bottega.activations.profiles import profile_folder, profile_key
 from bottega.blobstore.profiles import ProfileFolder
@@ -32,37 +29,6 @@ def test_a_profile_is_of_a_model_its_element_type_and_a_size(tmp_path: Path) -> 
     again.set(block_profile(blocks=()))
     assert again.get(profile_key(newer)) is None
     assert len(_folder(tmp_path / "profiles").all()) == 3
-
-
-_WRONG: tuple[dict[str, Any], ...] = (
-    {"model_hash": "no hex"},
-    {"model_hash": ""},
-    {"dtype": ""},
-    {"width": 0},
-    {"height": 1 << 30},
-    {"about": "a" * 1001},
-    {"shares": [0.5, 0.25]},
-    {"shares": [0.0, 0.5]},
-    {"shares": [0.5, 1.5]},
-    {"shares": [0.25]},
-    {"forward_s": float("nan")},
-    {"blocks": [BlockCost(name="a", masked_s=[0.1, 0.2])] * 2},
-    {"blocks": [BlockCost(name="", masked_s=[0.1, 0.2])]},
-    {"blocks": [BlockCost(name="a", masked_s=[0.1, -0.2])]},
-    {"blocks": [BlockCost(name="a", full_s=-1.0, masked_s=[0.1, 0.2])]},
-    {"blocks": [BlockCost(name="a", size_bytes=-1, masked_s=[0.1, 0.2])]},
-    {"blocks": [BlockCost(name=f"b{number}", masked_s=[0.1, 0.2]) for number in range(4097)]},
-)
-
-
-def test_what_is_no_profile_is_refused(tmp_path: Path) -> None:
-    folder = _folder(tmp_path)
-    for changed in _WRONG:
-        with pytest.raises(
-            ValueError, match=r"^profile\.(model_hash|dtype|width|height|about|shares|forward_s|blocks)"
-        ):
-            folder.set(block_profile(**changed))
-    assert folder.all() == []
 
 
 def test_the_largest_profile_is_kept(tmp_path: Path) -> None:
