@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -133,10 +134,9 @@ def control_loads(case: Any) -> Iterator[Case]:
         "of similarity 2": [net(profiles=[ResidualProfile(model_hash="m", num_inference_steps=1, similarity=2)])],
         "with 17 profiles": [net(profiles=[_profile(f"m{number}") for number in range(17)])],
     }
-    for name, nets in bad.items():
-        for kind in (kinds.CONTROLNET, kinds.LORAS):
-            whole = case(f"ControlNets {name}, from {kind}", kind=kind, load=fleet_pb2.Load(hosted=nets))
-            yield refused_load(whole, "hosted")
+    for (name, nets), kind in zip(bad.items(), itertools.cycle((kinds.CONTROLNET, kinds.LORAS))):
+        whole = case(f"ControlNets {name}, from {kind}", kind=kind, load=fleet_pb2.Load(hosted=nets))
+        yield refused_load(whole, "hosted")
 
 
 def control_attempts(case: Any) -> Iterator[Case]:

@@ -40,7 +40,7 @@ def without_most_twins(cases: Iterable[Case]) -> Iterator[Case]:
             generated.add(case.name)
         elif case.method in {"SubmitJob", "RunAttempt"} and case.name in generated:
             twins += 1
-            if twins % 8:
+            if twins % 16:
                 continue
         yield case
 

@@ -62,7 +62,7 @@ async def test_loras_in_s3_are_served_after_the_store_has_lost_its_disk(tmp_path
         assert await served(store, wash.digest)
 
 
-async def test_copies_on_disk_stay_within_their_budget_and_all_loras_areserved(tmp_path: Path, bucket: str) -> None:
+async def test_copies_on_disk_keep_their_budget_and_all_loras_are_served(tmp_path: Path, bucket: str) -> None:
     files = [lora_file(tmp_path, seed=seed, rank=16) for seed in range(4)]
     most = 3 * files[0].stat().st_size + 10_000
     async with running(tmp_path / "store", _settings(bucket, disk_bytes=most, budget_bytes=1)) as store:
@@ -112,7 +112,7 @@ async def test_a_damaged_object_is_data_loss_until_it_is_uploaded_again(
         assert await served(store, lora.digest)
 
 
-async def test_without_s3_nothing_is_imported_and_copies_areserved(
+async def test_without_s3_nothing_is_imported_and_copies_are_served(
     tmp_path: Path, server: s3.S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with s3.failing_proxy(server) as proxy:

@@ -397,8 +397,8 @@ def test_a_value_draws_what_stock_draws_or_its_field_is_refused(case: Case, pair
         # A network that reads a mask draws only edits; tests/unit/engine/test_families.py compares those.
         if (case.name in OF_PIPELINES or case.more) and not model.image_channels:
             assert_draws_as_stock(stock, model)
-        assert_predicts_as_stock(model.backbone.network)
-        assert_masks_as_plain(model)
+        predicted = assert_predicts_as_stock(model.backbone.network)
+        assert_masks_as_plain(model, predicted)
         assert_controlled_as_it_is(model)
     elif case.part == "vae":
         assert_redraws_as_stock(stock, model)
@@ -434,8 +434,8 @@ def assert_draws_as_stock(stock: Any, model: Model) -> None:
 
 
 @torch.inference_mode()
-def assert_predicts_as_stock(unet: UNet2DConditionModel) -> None:
-    """The engine's blocks, one after the other, predict what the network's own forward does."""
+def assert_predicts_as_stock(unet: UNet2DConditionModel) -> Tensor:
+    """The engine's blocks, one after the other, predict what the network's own forward does. Return that."""
     row = some_row(unet)
     (ours,) = noise_of(UNetBackbone(unet), None, row)
     theirs = unet(
@@ -445,6 +445,7 @@ def assert_predicts_as_stock(unet: UNet2DConditionModel) -> None:
         added_cond_kwargs={name: tensor[None] for name, tensor in row.embeds.added.items()},
     ).sample
     assert_close(ours, theirs[0])
+    return ours
 
 
 def assert_redraws_as_stock(stock: Any, model: Model) -> None:
@@ -504,13 +505,12 @@ def assert_within_a_level(ours: Pixels, theirs: Pixels) -> None:
     assert np.abs(ours.astype(int) - theirs.astype(int)).max() <= 1
 
 
-def assert_masks_as_plain(model: Model) -> None:
+def assert_masks_as_plain(model: Model, plain: Tensor) -> None:
     """An edit that takes what is unmasked from a recording of its own inputs predicts what the plain network does."""
     unet = model.backbone.network
     if unsupported(unet):
         return  # edits of such a model are computed by the plain network
     row, recorded = some_row(unet), StepInMemory()
-    (plain,) = noise_of(UNetBackbone(unet), None, row)
     masking = MaskedBackbone(unet, maps=SparseMaps())
     (recording_,) = noise_of(masking, masking, recording(row, recorded))
     (edited,) = noise_of(masking, masking, masked(row, recorded, box(5, 6, 4, 7)))

@@ -2,8 +2,7 @@
 
 Frequent shapes are recorded and run as graphs; others run block by block. Hooks of layers cannot be recorded, so
 batches with LoRAs that are applied by hooks run block by block too. So does the rest of a forward pass that rows have
-left, because its shape has changed. Recordings are kept within a limit of memory, and the least recently used one is
-dropped first.
+left, because its shape has changed. Recordings have a limit of memory: the least recently used one is dropped first.
 
 A recording consists of segments that work on fixed memory. ControlNets' residuals are added to the encoder's outputs
 before a decoder block reads them. So the encoder with the middle block is one segment, and so is each decoder block.
