@@ -23,7 +23,6 @@ from bottega.transport.messages import BytesMessage
 from bottega.v1 import activations_pb2 as pb
 from bottega.v1.trace_pb2 import StoreTimes
 from tests.fakes.scripted_activation_store import chunk_message
-from tests.support.other_user import needs_root, run_as_another
 from tests.support.running_activations import (
     LARGE,
     SMALL,
@@ -211,44 +210,6 @@ async def test_a_message_that_breaks_a_rule_ends_its_link_and_no_other(store: Ru
                 with pytest.raises(LinkError):
                     pytest.fail(f"{name} was answered: {await asyncio.to_thread(receive_answer, bad)}")
             assert (await asyncio.to_thread(ask, good, made.question())).header.recording == made.id, name
-
-
-# A worker of another user's, which asks for a link and for a section as any worker does.
-_IMPORTS = """
-import encodings.ascii
-import grpc
-from bottega.errors import BottegaError
-from bottega.addons.edits.wire import messages
-from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire
-from bottega.v1 import activations_pb2, link_pb2, link_pb2_grpc
-"""
-_FETCH = """
-with grpc.insecure_channel(sys.argv[1]) as channel:
-    request = link_pb2.OpenLinkRequest(kind="activations", worker="another user")
-    offer = offer_from_wire(link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=10).offer)
-try:
-    with connect(offer, Deadline.after(10), limits=Limits(), backends=(Backend.MEMFD,)) as link:
-        asked = messages.fetch_message(1, activations_pb2.SectionRequest(digest=sys.argv[2]))
-        link.send(asked.layout, asked.buffers, Deadline.after(10))
-        with link.recv(Deadline.after(10)) as incoming:
-            incoming.wait_all(Deadline.after(10))
-            print("was given", len(incoming.file or b""), "bytes of memory")
-except BottegaError as error:
-    print(type(error).__name__, error.message)
-"""
-
-
-@needs_root
-async def test_another_user_is_never_given_the_memory_of_a_section(tmp_path: Path, public_folder: Path) -> None:
-    path = public_folder / "links.sock"
-    made = Recorded(layout=LARGE)
-    async with running(tmp_path / "a", config(links=LimitedLinksConfig(socket=str(path)))) as store:
-        await store.fill(made)
-        with await store.link() as link:
-            digest = (await asyncio.to_thread(ask, link, made.question())).header.sections[0].digest
-        path.chmod(0o666)  # as if the first hurdle were not there
-        told = await asyncio.to_thread(run_as_another, _FETCH, store.server.address, digest, imports=_IMPORTS)
-    assert told.startswith(("PeerDead", "AuthFailed")), told
 
 
 async def test_a_section_that_another_one_cuts_off_is_nothing(store: Running) -> None:

@@ -12,17 +12,14 @@ import pytest
 from bottega.addons.cache import wire
 from bottega.addons.cache.wire import CacheMessage
 from bottega.errors import Draining, LinkError
-from bottega.rpc.server_config import LinksConfig
 from bottega.transport import BytesMessage, DType, Layout, Limits, TensorSpec, number_message, number_spec, pack_number
 from bottega.v1 import cache_pb2 as pb
-from tests.support.other_user import needs_root, run_as_another
 from tests.support.running_cache import (
     KEY,
     MODEL_HASH,
     PATIENCE_S,
     Running,
     ask,
-    config,
     embedding,
     latents,
     picture,
@@ -167,32 +164,3 @@ async def test_a_cache_that_stops_offers_no_link(cache: Running) -> None:
     error = await refused(cache.open_link())
     assert isinstance(error, Draining)
     assert cache.cache.load().draining
-
-
-# A worker of another user's, which asks for a link and for latents as any worker does.
-_IMPORTS = """
-import encodings.ascii
-import grpc
-from bottega.errors import BottegaError
-from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire
-from bottega.v1 import link_pb2, link_pb2_grpc
-"""
-_CONNECT = """
-with grpc.insecure_channel(sys.argv[1]) as channel:
-    request = link_pb2.OpenLinkRequest(kind="cache", worker="another user")
-    offer = offer_from_wire(link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=10).offer)
-try:
-    with connect(offer, Deadline.after(10), limits=Limits(), backends=(Backend.MEMFD,)):
-        print("connected")
-except BottegaError as error:
-    print(type(error).__name__, error.message)
-"""
-
-
-@needs_root
-async def test_another_user_shares_no_memory_with_it(tmp_path: Path, public_folder: Path) -> None:
-    path = public_folder / "links.sock"
-    async with running(tmp_path / "cache", config(links=LinksConfig(socket=str(path)))) as cache:
-        path.chmod(0o666)  # as if the first hurdle were not there
-        told = await asyncio.to_thread(run_as_another, _CONNECT, cache.server.address, imports=_IMPORTS)
-    assert told.startswith(("PeerDead", "AuthFailed")), told

@@ -29,7 +29,6 @@ from bottega.rpc.server_config import LimitedLinksConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.fakes.listening import FakeListening
 from tests.samples.lora_files import canonical_deltas
-from tests.support.other_user import needs_root, run_as_another
 from tests.support.running_loras import (
     MODULE,
     PATIENCE_S,
@@ -285,42 +284,3 @@ async def test_an_import_that_needs_too_much_memory_is_ended_and_the_store_goes_
         monkeypatch.undo()
         assert (await store.upload("a", lora_file(tmp_path))).modules == 1
     assert not list(_import_processes())
-
-
-# A worker of another user's, which asks for a link and for a LoRA as any worker does.
-_IMPORTS = """
-import encodings.ascii
-import grpc
-from bottega.errors import BottegaError
-from bottega.addons.loras.wire import messages
-from bottega.transport import Backend, Deadline, Limits, connect, offer_from_wire
-from bottega.v1 import link_pb2, link_pb2_grpc
-"""
-_FETCH = """
-with grpc.insecure_channel(sys.argv[1]) as channel:
-    request = link_pb2.OpenLinkRequest(kind="loras", worker="another user")
-    offer = offer_from_wire(link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=10).offer)
-limits = Limits(slots=2, slot_bytes=64 << 20)
-try:
-    with connect(offer, Deadline.after(10), limits=limits, backends=(Backend.MEMFD,)) as link:
-        asked = messages.fetch_message(1, sys.argv[2])
-        link.send(asked.layout, asked.buffers, Deadline.after(10))
-        with link.recv(Deadline.after(10)) as incoming:
-            incoming.wait_all(Deadline.after(10))
-            print("was given", len(incoming.file or b""), "bytes of memory")
-except BottegaError as error:
-    print(type(error).__name__, error.message)
-"""
-
-
-@needs_root
-async def test_another_user_is_never_given_the_memory_of_a_lora(tmp_path: Path, public_folder: Path) -> None:
-    path = public_folder / "links.sock"
-    async with running(tmp_path / "store", config(links=LimitedLinksConfig(socket=str(path)))) as store:
-        lora = await store.upload("ink", lora_file(tmp_path, rank=400))  # more than goes by copies
-        for mode in (0o600, 0o666):  # as it is made, and as if that hurdle were not there
-            if mode != 0o600:
-                path.chmod(mode)
-            assert path.stat().st_mode & 0o777 == mode
-            told = await asyncio.to_thread(run_as_another, _FETCH, store.server.address, lora.digest, imports=_IMPORTS)
-            assert told.startswith(("PeerDead", "AuthFailed")), told

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import grp
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from bottega.errors import AuthFailed
-from bottega.transport import Backend, Endpoints, LinkListener, Offer, connect, offer_to_wire
+from bottega.transport import Backend, Endpoints, LinkListener, Offer, connect, offer_from_wire, offer_to_wire
+from tests.support import running_activations, running_cache, running_loras
 from tests.support.other_user import GROUP, USER, needs_root, run_as_another
 from tests.support.transport_backends import LAYOUT, content, patience, write
 from tests.support.waiting import wait_until
@@ -79,6 +82,17 @@ def test_another_user_with_the_token_who_reaches_the_socket_is_turned_away(
         ours = offer
         with connect(ours, patience()) as near, listener.accept(offer, patience()):
             assert near.backend_choice.backend == Backend.MEMFD, "the other user used nothing up"
+
+
+@pytest.mark.parametrize("stores", [running_activations, running_cache, running_loras])
+async def test_another_user_gets_no_link_to_a_store(stores: ModuleType, tmp_path: Path, public_folder: Path) -> None:
+    path = public_folder / "links.sock"
+    settings = stores.config()
+    settings = replace(settings, links=replace(settings.links, socket=str(path)))
+    async with stores.running(tmp_path / "store", settings) as store:
+        path.chmod(0o666)  # as if the first hurdle were not there
+        told = await asyncio.to_thread(_taken_up_by_another, offer_from_wire(await store.open_link()))
+    assert told.startswith(("AuthFailed", "PeerDead")), told
 
 
 def test_a_socket_that_another_user_put_there_hears_nothing(public_folder: Path) -> None:
