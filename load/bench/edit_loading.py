@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from bottega import kinds
 from bottega.addons.edits.planning import BlockCost, StepPlan, follow
 from bottega.v1.activations_pb2 import ListStoredTemplatesRequest
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub
@@ -33,6 +33,7 @@ from load.bench.framework import Bench, Option, Sheet
 from load.bench.side_process import Answer, Side
 from load.bench.suites import relayed
 from load.bench.throttle import Throttle
+from tests.support.offers import AskedOffers
 from tests.support.services import FREE_PORTS, Services
 from tests.support.waiting import wait_until
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from bottega.addons.edits.engine.planner import EditReader, LoadPlanner, PlannedStep
     from bottega.addons.edits.engine.recordings.source import ActivationSource
     from bottega.addons.edits.engine.times import BlockTimes
-    from bottega.transport import ServiceOffer
 
 # What loading a step takes, in times of what the step takes without loading.
 SPEEDS = {"fast": 0.5, "doubling": 1.0, "slow": 3.0}
@@ -251,7 +251,7 @@ class EditLoading:
         settings = ActivationSettings(
             budget_bytes=_ACTIVATIONS_BYTES, model_name="bench", latent_scale=loaded.latent_scale, link=link
         )
-        self._stores = InStore(settings, offers=StoreOffers(), counters=LinkCounters())
+        self._stores = InStore(settings, offers=AskedOffers(kinds.ACTIVATIONS), counters=LinkCounters())
         self._edits = {
             LOAD_FREE: EngineEdits(loaded, InMemory(_ACTIVATIONS_BYTES)),
             RECORD: EngineEdits(loaded, self._stores),
@@ -305,29 +305,6 @@ class EditLoading:
             "load_bytes": since.get("load_bytes", 0),
             "r2": edits.times.fit.r2 or 0.0,
         }
-
-
-class StoreOffers:
-    """An OfferSource that asks the store itself, as a worker's front does for its engine."""
-
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="offers")
-
-    def request(self, kind: str, address: str, link_id: str, terms: object = None) -> Future[ServiceOffer]:
-        """Ask for an offer."""
-        return self._threads.submit(_offer, kind, address, link_id)
-
-
-def _offer(kind: str, address: str, link_id: str) -> ServiceOffer:
-    from bottega.rpc.channel import channel_options
-    from bottega.transport import ServiceOffer, offer_from_wire
-    from bottega.v1.link_pb2 import OpenLinkRequest
-    from bottega.v1.link_pb2_grpc import LinkServiceStub
-
-    with grpc.insecure_channel(address, options=channel_options()) as channel:
-        asked = OpenLinkRequest(kind=kind, worker="bench", link_id=link_id)
-        answer = LinkServiceStub(channel).OpenLink(asked, timeout=_LINK_S)
-    return ServiceOffer(offer=offer_from_wire(answer.offer), service=answer.service)
 
 
 def planners(source: ActivationSource, times: BlockTimes) -> Mapping[str, LoadPlanner]:

@@ -34,13 +34,12 @@ from bottega.addons.edits.wire import SectionLayout, messages
 from bottega.addons.edits.wire.messages import WORKER_LIMITS, ActivationMessageKind
 from bottega.addons.edits.wire.section import owner
 from bottega.model.rows import Half
-from bottega.transport import Deadline, Link, connect, kind_of, offer_from_wire
+from bottega.transport import Deadline, Link, connect, kind_of
 from bottega.v1.activations_pb2 import ListStoredTemplatesRequest, ListStoredTemplatesResponse, SectionInfo
 from bottega.v1.activations_pb2_grpc import ActivationServiceStub
-from bottega.v1.link_pb2 import OpenLinkRequest
-from bottega.v1.link_pb2_grpc import LinkServiceStub
 from load.bench.framework import Bench, Option, Sheet, percentile, seconds_of
 from load.replay.trace_shape import TemplatePopularity
+from tests.support.offers import ask_offer
 from tests.support.running_activations import Recorded, ask, layout_of, request_section, send, send_section
 from tests.support.services import FREE_PORTS, Services
 
@@ -154,11 +153,8 @@ def store(folder: Path, templates: int, *, unix: bool) -> Iterator[RunningStore]
 @contextmanager
 def linked(address: str) -> Iterator[Link]:
     """Give a worker's link to the store at an address."""
-    with grpc.insecure_channel(address) as channel:
-        stub: LinkServiceStub = LinkServiceStub(channel)
-        request = OpenLinkRequest(kind=kinds.ACTIVATIONS, worker="bench")
-        offer = offer_from_wire(stub.OpenLink(request, timeout=_CALL_S).offer)
-    with connect(offer, Deadline.after(_CALL_S), limits=WORKER_LIMITS) as link:
+    offer = ask_offer(address, kinds.ACTIVATIONS)
+    with connect(offer.offer, Deadline.after(_CALL_S), limits=WORKER_LIMITS) as link:
         yield link
 
 

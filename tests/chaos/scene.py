@@ -207,56 +207,24 @@ class Scene:
         return service
 
     def start_loras(self, bytes_per_s: int) -> Service:
-        """Starts the LoRA store, with what it had before; returns when it has joined. bytes_per_s: to each worker."""
-        config = {
-            "name": "loras",
-            "gateway": self.fleet_address,
-            "folder": str(self.folder / "loras"),
-            "links": {"bytes_per_s": bytes_per_s},
-        }
-        service = self._workers["loras"] = self._services.start("loras", config, name=self._name("loras"))
-        kind = kinds.LORAS
-        wait_until(
-            lambda: service.address in {member.address for member in self.members(kind)},
-            "the LoRA store to join",
-        )
-        return service
+        """Starts the LoRA store. bytes_per_s: to each worker."""
+        return self._start_store(kinds.LORAS, links={"bytes_per_s": bytes_per_s})
 
     def start_cache(self) -> Service:
-        """Starts the approximate cache, with what it had before; returns when it has joined."""
-        config = {
-            "name": "cache",
-            "gateway": self.fleet_address,
-            "server": FREE_PORTS,
-            "folder": str(self.folder / "cache"),
-            "exploration": 0.0,
-            "row_pictures": 1,  # the same prompt is drawn again and again
-            "min_free_bytes": 0,
-        }
-        service = self._workers["cache"] = self._services.start("cache", config, name=self._name("cache"))
-        wait_until(
-            lambda: service.address in {member.address for member in self.members(kinds.CACHE)},
-            "the cache to join",
-        )
-        return service
+        """Starts the approximate cache."""
+        # The same prompt is drawn again and again.
+        return self._start_store(kinds.CACHE, exploration=0.0, row_pictures=1, min_free_bytes=0)
 
     def start_activations(self, bytes_per_s: int = 0) -> Service:
-        """Starts the activation store, with what it had before; returns when it has joined. bytes_per_s: to each
-        worker; 0 is all, and memory is shared."""
-        config = {
-            "name": "activations",
-            "gateway": self.fleet_address,
-            "server": FREE_PORTS,
-            "folder": str(self.folder / "activations"),
-            "min_free_bytes": 0,
-            "links": {"bytes_per_s": bytes_per_s},
-        }
-        service = self._services.start("activations", config, name=self._name("activations"))
-        self._workers["activations"] = service
-        wait_until(
-            lambda: service.address in {member.address for member in self.members(kinds.ACTIVATIONS)},
-            "the activation store to join",
-        )
+        """Starts the activation store. bytes_per_s: to each worker; 0 is all, and memory is shared."""
+        return self._start_store(kinds.ACTIVATIONS, min_free_bytes=0, links={"bytes_per_s": bytes_per_s})
+
+    def _start_store(self, kind: str, **settings: object) -> Service:
+        """Starts a store, with what it had before; returns when it has joined."""
+        place = {"gateway": self.fleet_address, "server": FREE_PORTS, "folder": str(self.folder / kind)}
+        config = {"name": kind, **place, **settings}
+        service = self._workers[kind] = self._services.start(kind, config, name=self._name(kind))
+        wait_until(lambda: service.address in {member.address for member in self.members(kind)}, f"{kind} to join")
         return service
 
     def boot_loras(self, bytes_per_s: int) -> Future[Service]:

@@ -21,7 +21,7 @@ import psutil
 from bottega import kinds
 from bottega.client import Client
 from bottega.miniature import WEIGHTS
-from bottega.transport import Deadline, Limits, Link, connect, offer_from_wire
+from bottega.transport import Deadline, Limits, Link, connect
 from bottega.v1 import (
     activations_pb2,
     activations_pb2_grpc,
@@ -29,11 +29,9 @@ from bottega.v1 import (
     cache_pb2_grpc,
     controlnet_pb2,
     controlnet_pb2_grpc,
-    link_pb2_grpc,
     lora_pb2,
     lora_pb2_grpc,
 )
-from bottega.v1.link_pb2 import OpenLinkRequest
 from tests.fuzz.activations import SOURCE
 from tests.fuzz.calls import Caller, calling
 from tests.fuzz.case import Case
@@ -44,6 +42,7 @@ from tests.fuzz.judging import fault, mismatch
 from tests.fuzz.lora_store import LOST, NAME, ROOT, registered
 from tests.fuzz.webhooks import allowing
 from tests.samples.hostile_controlnets import hostile_folders
+from tests.support.offers import ask_offer
 from tests.support.running_activations import Recorded, record_template
 from tests.support.running_cache import embedding, record
 from tests.support.services import FREE_PORTS, SMALL_ENGINE, Service, Services, gateway_config, worker_config
@@ -129,7 +128,7 @@ class House:
         """Has the cache have an entry; its name."""
         channel = self.caller.channels["CacheService"]
         entries: cache_pb2_grpc.CacheServiceStub = cache_pb2_grpc.CacheServiceStub(channel)
-        with _linked(channel, kinds.CACHE) as link:
+        with _linked(self.cache, kinds.CACHE) as link:
             record(link, embedding(0))
 
             def found() -> list[str]:
@@ -150,7 +149,7 @@ class House:
             return any(template.id == made.id for template in listed.templates)
 
         if not found():
-            with _linked(channel, kinds.ACTIVATIONS) as link:
+            with _linked(self.activations, kinds.ACTIVATIONS) as link:
                 record_template(link, made)
                 wait_until(found, "the template to be kept")
         return made.id
@@ -246,11 +245,9 @@ def _house(services: Services, root: Path) -> Iterator[House]:
         )
 
 
-def _linked(channel: grpc.Channel, kind: str) -> Link:
+def _linked(service: Service, kind: str) -> Link:
     """A worker's link to a service of that kind."""
-    request = OpenLinkRequest(kind=kind, worker="fuzz")
-    opened = link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=_JOIN_S)
-    return connect(offer_from_wire(opened.offer), Deadline.after(_JOIN_S), limits=Limits())
+    return connect(ask_offer(service.address, kind).offer, Deadline.after(_JOIN_S), limits=Limits())
 
 
 def _module(process: psutil.Process) -> str:

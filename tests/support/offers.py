@@ -6,8 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from concurrent.futures import Future
 
+import grpc
+
 from bottega.errors import BottegaError
-from bottega.transport import ServiceOffer
+from bottega.rpc.channel import channel_options
+from bottega.rpc.status import from_rpc_error
+from bottega.transport import ServiceOffer, offer_from_wire
+from bottega.v1.link_pb2 import OpenLinkRequest
+from bottega.v1.link_pb2_grpc import LinkServiceStub
+
+_ANSWER_S = 10.0
 
 
 class OffersAtOnce(ABC):
@@ -30,3 +38,25 @@ class OffersAtOnce(ABC):
         except BottegaError as error:
             answered.set_exception(error)
         return answered
+
+
+def ask_offer(address: str, kind: str, *, worker: str = "w", link_id: str = "") -> ServiceOffer:
+    """Ask the service of that kind for a link. Raises the BottegaError with which it refuses."""
+    with grpc.insecure_channel(address, options=channel_options()) as channel:
+        stub: LinkServiceStub = LinkServiceStub(channel)
+        try:
+            answer = stub.OpenLink(OpenLinkRequest(kind=kind, worker=worker, link_id=link_id), timeout=_ANSWER_S)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+    return ServiceOffer(offer=offer_from_wire(answer.offer), service=answer.service)
+
+
+class AskedOffers(OffersAtOnce):
+    """Offers for which the services themselves are asked, all of one kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self._kind = kind
+
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        return ask_offer(address, self._kind, link_id=link_id)

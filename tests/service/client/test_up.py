@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
-import grpc
 import PIL.Image
 import pytest
 from click.testing import CliRunner
@@ -30,12 +29,11 @@ from bottega.transport import (
     LinkCounters,
     ServiceOffer,
     number_message,
-    offer_from_wire,
     read_number,
 )
-from bottega.v1 import link_pb2, link_pb2_grpc
 from tests.added_service.calls import ASK, COLOURS
 from tests.added_service.service_spec import KIND
+from tests.support.offers import ask_offer
 from tests.support.running_up import START_S, Up, running_up
 from tests.support.services import runs
 from tests.support.waiting import wait_until
@@ -129,11 +127,8 @@ class _Answers(LinkClientHandler):
 
 def test_it_answers_over_a_link(client: Client) -> None:
     def offered(link_id: str) -> Future[ServiceOffer]:
-        with grpc.insecure_channel(member_of(client, KIND).address) as channel:
-            request = link_pb2.OpenLinkRequest(kind=KIND, worker="w", link_id=link_id)
-            opened = link_pb2_grpc.LinkServiceStub(channel).OpenLink(request, timeout=60)
         found: Future[ServiceOffer] = Future()
-        found.set_result(ServiceOffer(offer=offer_from_wire(opened.offer), service=opened.service))
+        found.set_result(ask_offer(member_of(client, KIND).address, KIND, link_id=link_id))
         return found
 
     handler = _Answers()

@@ -18,9 +18,10 @@ from bottega.loras.catalogue import LoraCatalogue
 from bottega.loras.files import LoraFolder
 from bottega.loras.records import CatalogueRecord
 from bottega.rpc.status import from_rpc_error
-from bottega.transport import Deadline, Limits, Link, connect, offer_from_wire
-from bottega.v1 import link_pb2, link_pb2_grpc, lora_pb2_grpc
+from bottega.transport import Deadline, Limits, Link, connect
 from bottega.v1 import lora_pb2 as pb
+from bottega.v1 import lora_pb2_grpc
+from tests.support.offers import ask_offer
 from tests.support.running_loras import PATIENCE_S, fetch
 from tests.support.services import FREE_PORTS, Service, Services
 from tests.support.shared_loras import canonical_file
@@ -90,12 +91,9 @@ def stub(store: Service) -> Iterator[lora_pb2_grpc.LoraServiceStub]:
 
 
 def _link(store: Service, worker: str) -> Link:
-    with grpc.insecure_channel(store.address) as channel:
-        links: link_pb2_grpc.LinkServiceStub = link_pb2_grpc.LinkServiceStub(channel)
-        request = link_pb2.OpenLinkRequest(kind=kinds.LORAS, worker=worker)
-        offer = links.OpenLink(request, timeout=PATIENCE_S).offer
+    offer = ask_offer(store.address, kinds.LORAS, worker=worker).offer
     limits = Limits(slots=2, slot_bytes=1 << 20)
-    return connect(offer_from_wire(offer), Deadline.after(PATIENCE_S), limits=limits)
+    return connect(offer, Deadline.after(PATIENCE_S), limits=limits)
 
 
 def test_a_store_of_more_small_loras_than_it_may_have_files_open_sends_all_of_them_and_answers_others(

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 
@@ -18,13 +17,11 @@ from bottega.addons.loras.worker.addon import LoraCache
 from bottega.addons.loras.worker.store_link import LoraLinkSettings
 from bottega.errors import DataLoss, InternalError, LoraNotFound, NoLora
 from bottega.rpc.server_config import LimitedLinksConfig
-from bottega.rpc.status import from_rpc_error
-from bottega.transport import LinkCounters, OfferSource, ServiceOffer, offer_from_wire
-from bottega.v1 import link_pb2, link_pb2_grpc
+from bottega.transport import LinkCounters, OfferSource
 from bottega.v1 import lora_pb2 as pb
 from bottega.v1.fleet_pb2 import ServiceAddress
 from tests.samples.lora_files import Part, delta, kohya, low_rank, save
-from tests.support.offers import OffersAtOnce
+from tests.support.offers import AskedOffers
 from tests.support.running_loras import MODULE, PATIENCE_S, TEXT_MODULE, Running, config, lora_file, running
 from tests.support.shared_loras import LARGE, SMALL, QueuedOffers, Shelf, canonical_file, shelf
 from tests.support.waiting import wait_until
@@ -32,25 +29,11 @@ from tests.support.waiting import wait_until
 SLOW = LimitedLinksConfig(socket=None, bytes_per_s=50_000)
 
 
-class _Offers(OffersAtOnce):
-    """Asks stores themselves, where a worker's front would."""
-
-    def answer(self, address: str, link_id: str) -> ServiceOffer:
-        with grpc.insecure_channel(address) as channel:
-            stub = link_pb2_grpc.LinkServiceStub(channel)
-            request = link_pb2.OpenLinkRequest(kind=kinds.LORAS, worker="w", link_id=link_id)
-            try:
-                answer = stub.OpenLink(request, timeout=2)
-            except grpc.RpcError as error:
-                raise from_rpc_error(error) from None
-        return ServiceOffer(offer=offer_from_wire(answer.offer), service=address)
-
-
 class _Worker:
     """A source as an engine has it."""
 
     def __init__(self, *, budget_bytes: int = 1 << 20, offers: OfferSource | None = None) -> None:
-        self.offers = _Offers()
+        self.offers = AskedOffers(kinds.LORAS)
         self.counters = LinkCounters()
         self.source = LoraCache(
             offers=offers or self.offers,
