@@ -17,7 +17,7 @@ from bottega.addons.edits.wire import DrawnTensors, SectionLayout, messages
 from bottega.addons.edits.wire.messages import ActivationMessage, ActivationMessageKind
 from bottega.addons.edits.wire.pieces import SectionPieces
 from bottega.addons.edits.wire.section import owner
-from bottega.errors import BottegaError, DataLoss, PeerDead
+from bottega.errors import BottegaError, DataLoss
 from bottega.rpc.status import job_error_to_json
 from bottega.transport import (
     Connection,
@@ -28,7 +28,6 @@ from bottega.transport import (
     LinkServer,
     LinkServerSettings,
     Offer,
-    ServiceOffer,
     WholeMessage,
     kind_of,
     read_number,
@@ -47,7 +46,6 @@ from bottega.v1.activations_pb2 import (
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.trace_pb2 import StoreTimes
 from load.bench.throttle import Throttle
-from tests.support.offers import OffersAtOnce
 from tests.support.transport_backends import sealed_file
 
 Reply = Callable[[int, TemplateQuestion], WholeMessage | None]
@@ -254,22 +252,6 @@ class ScriptedStore(LinkServer[ScriptedLink]):
 
     def new_handler(self, connection: Connection) -> ScriptedLink:
         return ScriptedLink(self, connection)
-
-
-class StoreOffers(OffersAtOnce):
-    """Offers of those that are there: by address."""
-
-    def __init__(self, *stores: ScriptedStore) -> None:
-        super().__init__()
-        self.there = {store.name: store for store in stores}
-
-    def answer(self, address: str, link_id: str) -> ServiceOffer:
-        if address not in self.there:
-            raise PeerDead(f"{address} is away")
-        return ServiceOffer(offer=self.there[address].offer("w", link_id, caller=""), service=address)
-
-    def addresses(self) -> Sequence[ServiceAddress]:
-        return [store.address for store in self.there.values()]
 
 
 def answer(

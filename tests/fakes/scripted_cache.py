@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from bottega.addons.cache import wire
 from bottega.addons.cache.wire import CacheMessage, CacheMessageKind
-from bottega.errors import BottegaError, PeerDead
+from bottega.errors import BottegaError
 from bottega.transport import (
     Connection,
     Endpoints,
@@ -18,12 +18,10 @@ from bottega.transport import (
     LinkHandler,
     LinkServer,
     LinkServerSettings,
-    ServiceOffer,
     kind_of,
 )
 from bottega.v1.cache_pb2 import CacheQuestion, CacheRecording, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
-from tests.support.offers import OffersAtOnce
 
 Reply = Callable[[int, CacheQuestion], CacheMessage | None]
 
@@ -93,19 +91,3 @@ class ScriptedCache(LinkServer[_Link]):
 
     def new_handler(self, connection: Connection) -> _Link:
         return _Link(self, connection)
-
-
-class CacheOffers(OffersAtOnce):
-    """Offers of those that are there: by address."""
-
-    def __init__(self, *caches: ScriptedCache) -> None:
-        super().__init__()
-        self.there = {cache.name: cache for cache in caches}
-
-    def answer(self, address: str, link_id: str) -> ServiceOffer:
-        if address not in self.there:
-            raise PeerDead(f"{address} is away")
-        return ServiceOffer(offer=self.there[address].offer("w", link_id, caller=""), service=address)
-
-    def addresses(self) -> Sequence[ServiceAddress]:
-        return [cache.address for cache in self.there.values()]

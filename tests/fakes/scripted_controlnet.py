@@ -99,8 +99,15 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
             self.nets[name].state = ON_DISK if name in self.broken else LOADED
             self.nets[name].load_error = self.broken.get(name, "")
             self.nets[name].failed_loads += name in self.broken
+        self._report()
+
+    def _report(self) -> None:
         if self.membership is not None:
             self.membership.report_soon()
+
+    async def _fail(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        if self.failure is not None:
+            await context.abort_with_status(to_grpc_status(self.failure))
 
     async def ListControlNets(
         self, request: controlnet_pb2.ListControlNetsRequest, context: object
@@ -111,32 +118,26 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
     async def AddControlNet(
         self, request: controlnet_pb2.AddControlNetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controlnet_pb2.AddControlNetResponse:
-        if self.failure is not None:
-            await context.abort_with_status(to_grpc_status(self.failure))
+        await self._fail(context)
         self.added.append((request.name, request.folder))
         net = self.nets[request.name] = hosted(request.name, state=ON_DISK)
-        if self.membership is not None:
-            self.membership.report_soon()
+        self._report()
         return controlnet_pb2.AddControlNetResponse(controlnet=net)
 
     async def PinControlNet(
         self, request: controlnet_pb2.PinControlNetRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controlnet_pb2.PinControlNetResponse:
-        if self.failure is not None:
-            await context.abort_with_status(to_grpc_status(self.failure))
+        await self._fail(context)
         net = self.nets[request.name]
         net.pinned = request.pinned
-        if self.membership is not None:
-            self.membership.report_soon()
+        self._report()
         return controlnet_pb2.PinControlNetResponse(controlnet=net)
 
     async def SetProfile(
         self, request: controlnet_pb2.SetProfileRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> controlnet_pb2.SetProfileResponse:
-        if self.failure is not None:
-            await context.abort_with_status(to_grpc_status(self.failure))
+        await self._fail(context)
         net = self.nets[request.name]
         net.profiles.append(request.profile)
-        if self.membership is not None:
-            self.membership.report_soon()
+        self._report()
         return controlnet_pb2.SetProfileResponse(controlnet=net)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -118,10 +117,3 @@ def random_folders(model: Model, folder: Path) -> dict[str, Path]:
 
 def steps_done(drawing: Drawing) -> int:
     return max((progress.steps_done for progress in drawing.all(JobAdvanced)), default=0)
-
-
-def until(condition: Any, within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "not within time"
-        time.sleep(0.01)

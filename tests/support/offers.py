@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from typing import Protocol
 
 import grpc
 
-from bottega.errors import BottegaError
+from bottega.errors import BottegaError, PeerDead
 from bottega.rpc.channel import channel_options
 from bottega.rpc.status import from_rpc_error
-from bottega.transport import ServiceOffer, offer_from_wire
+from bottega.transport import Offer, ServiceOffer, offer_from_wire
+from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.link_pb2 import OpenLinkRequest
 from bottega.v1.link_pb2_grpc import LinkServiceStub
 
@@ -60,3 +62,28 @@ class AskedOffers(OffersAtOnce):
 
     def answer(self, address: str, link_id: str) -> ServiceOffer:
         return ask_offer(address, self._kind, link_id=link_id)
+
+
+class NamedServer(Protocol):
+    """A server of links in this process, which has a name."""
+
+    name: str
+
+    def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
+        """Return an offer of a link."""
+
+
+class LocalOffers(OffersAtOnce):
+    """Offers of servers in this process, each at its name in place of an address. there: those that are not away."""
+
+    def __init__(self, *servers: NamedServer) -> None:
+        super().__init__()
+        self.there = {server.name: server for server in servers}
+
+    def answer(self, address: str, link_id: str) -> ServiceOffer:
+        if address not in self.there:
+            raise PeerDead(f"{address} is away")
+        return ServiceOffer(offer=self.there[address].offer("w", link_id, caller=""), service=address)
+
+    def addresses(self) -> Sequence[ServiceAddress]:
+        return [ServiceAddress(name=name, address=name) for name in self.there]

@@ -17,7 +17,8 @@ from bottega.model.rows import Half
 from bottega.transport import LinkCounters
 from bottega.v1.activations_pb2 import SectionKey
 from tests.fakes.fake_time import FakeTime
-from tests.fakes.scripted_activation_store import ScriptedStore, Section, StoreOffers
+from tests.fakes.scripted_activation_store import ScriptedStore, Section
+from tests.support.offers import LocalOffers
 from tests.support.waiting import EVENTUALLY_S, wait_until
 
 RECORDING = "0" * 31 + "1"
@@ -83,7 +84,7 @@ class Worker:
     """A worker's source, and offers of its links."""
 
     source: StoreActivations
-    offers: StoreOffers
+    offers: LocalOffers
     time: FakeTime
 
     def ask(self, key: RecordingKey = KEY, recording: str = "") -> None:
@@ -127,7 +128,7 @@ class Worker:
 @contextlib.contextmanager
 def worker(*stores: ScriptedStore, made: ActivationSettings = SETTINGS, opens: bool = True) -> Iterator[Worker]:
     """A worker's links to these, all open, and the stores closed in the end."""
-    offers, fake = StoreOffers(*stores), FakeTime()
+    offers, fake = LocalOffers(*stores), FakeTime()
     source = StoreActivations(made, offers=offers, counters=LinkCounters(), clock=fake.monotonic)
     try:
         if opens:

@@ -26,7 +26,8 @@ from bottega.transport import LinkCounters
 from bottega.v1.cache_pb2 import CACHE_OUTCOME_UNAVAILABLE, CacheAnswer, CacheQuestion, CacheStart, CacheStarts
 from bottega.v1.generation_pb2 import SAMPLER_EULER
 from bottega.v1.trace_pb2 import StoreTimes
-from tests.fakes.scripted_cache import CacheOffers, ScriptedCache
+from tests.fakes.scripted_cache import ScriptedCache
+from tests.support.offers import LocalOffers
 from tests.support.waiting import EVENTUALLY_S, wait_until
 
 ENTRY = "0" * 31 + "1"
@@ -62,9 +63,9 @@ def silent(name: str = "one") -> ScriptedCache:
 
 
 @contextmanager
-def linked(*caches: ScriptedCache, budget_bytes: int = 1 << 20) -> Iterator[tuple[LatentStores, CacheOffers]]:
+def linked(*caches: ScriptedCache, budget_bytes: int = 1 << 20) -> Iterator[tuple[LatentStores, LocalOffers]]:
     """A worker's links to these, all open."""
-    offers = CacheOffers(*caches)
+    offers = LocalOffers(*caches)
     stores = LatentStores(
         model_name="m", offers=offers, budget_bytes=budget_bytes, settings=SETTINGS, counters=LinkCounters()
     )

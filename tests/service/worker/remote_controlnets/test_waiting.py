@@ -31,9 +31,10 @@ from tests.fakes.scripted_controlnet_link import Script, ScriptedServer
 from tests.samples.controlnets import Gate, control_image, control_spec, layout_of, shelf_of
 from tests.support import linked_servers
 from tests.support.addon_messages import placed, placements
-from tests.support.controlled_engine import ALONE, NAMES, PLAIN, Desk, Pair, alone, controlled, on, steps_done, until
+from tests.support.controlled_engine import ALONE, NAMES, PLAIN, Desk, Pair, alone, controlled, on, steps_done
 from tests.support.linked_servers import LinkedServer, linked_server
 from tests.support.stock import assert_close
+from tests.support.waiting import wait_until
 
 # Of a server that is silent, and of one that computes nothing.
 SILENCE_S = 0.6
@@ -80,7 +81,7 @@ def test_jobs_in_company_end_as_alone_and_give_everything_back(
     drawings = desk.easel.run({0: orders[:3], 2: orders[3:]})
     for order in orders:
         assert_close(drawings[order.key].latents[0], alone(model, local, order))
-    until(lambda: not near.links.sessions)
+    wait_until(lambda: not near.links.sessions, "the sessions to end")
     assert near.beats > near.executor.batches  # from between the blocks of each
     assert near.registry.cache.used_bytes > 0  # they stay loaded
     assert desk.controlnets.servers == ["near"]
@@ -94,7 +95,7 @@ def test_the_next_step_is_computed_while_the_engine_tells_of_the_last_one(model:
         for event in desk.easel.engine.turn():
             drawing.events.append(event)
             if isinstance(event, JobAdvanced):
-                until(lambda: near.executor.batches == computed + 2, 5.0)
+                wait_until(lambda: near.executor.batches == computed + 2, "two forwards")
     desk.easel.run()
     assert near.executor.batches == computed + PLAIN.num_inference_steps, "no step is computed twice"
 
@@ -180,9 +181,9 @@ def test_a_job_that_moves_to_a_server_that_still_loads_holds_up_nobody(
     with linked_server("slow", folders, tmp_path) as slow:
         desk = Desk(model, Pair(bad, slow))
         moving = desk.easel.submit(on(order, bad, slow))
-        until(lambda: desk.easel.turn() is not None and bool(moving.all(JobStarted)))
+        wait_until(lambda: desk.easel.turn() is not None and bool(moving.all(JobStarted)), "it to begin")
         other = desk.easel.submit(EngineOrder(key="other", spec=replace(PLAIN, width=96)))
-        until(lambda: desk.easel.turn() is not None and other.ended)
+        wait_until(lambda: desk.easel.turn() is not None and other.ended, "the other one to end")
         assert gate.waiting.is_set()
         assert not moving.ended
         states = {net.name: net.state for net in slow.registry.report({})}
