@@ -64,7 +64,7 @@ def _build_go(folder: Path) -> Sequence[str]:
 
 
 def _build_typescript(folder: Path) -> Sequence[str]:
-    modules, stubs = _installed_modules(), folder / "gen"
+    modules, stubs = installed_modules(_HERE, "client_example"), folder / "gen"
     stubs.mkdir()
     (folder / "node_modules").symlink_to(modules)
     for name in ("draw.ts", "package.json"):
@@ -79,14 +79,19 @@ def _build_typescript(folder: Path) -> Sequence[str]:
     return ["node", str(folder / "draw.js")]
 
 
-def _installed_modules() -> Path:
-    """Return the folder of the packages in package-lock.json, which are installed beside Python's when they change."""
-    folder = Path(sys.prefix) / "client_example"
-    done, wanted = folder / "node_modules" / ".installed", (_HERE / _NPM_LISTS[-1]).read_text(encoding="utf-8")
+def installed_modules(source: Path, name: str) -> Path:
+    """Return the folder of the packages in a package-lock.json, which are installed where it has changed.
+
+    Args:
+        source: Folder of package.json and package-lock.json.
+        name: Of the folder beside Python's packages.
+    """
+    folder = Path(sys.prefix) / name
+    done, wanted = folder / "node_modules" / ".installed", (source / _NPM_LISTS[-1]).read_text(encoding="utf-8")
     if not done.is_file() or done.read_text(encoding="utf-8") != wanted:
         folder.mkdir(exist_ok=True)
-        for name in _NPM_LISTS:
-            shutil.copyfile(_HERE / name, folder / name)
+        for each in _NPM_LISTS:
+            shutil.copyfile(source / each, folder / each)
         _run(["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error", "--prefix", str(folder)])
         done.write_text(wanted, encoding="utf-8")
     return folder / "node_modules"

@@ -5,17 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from load.clients.build import installed_modules
+
 _SOURCE = Path(__file__).parents[1] / "second_client"
-_LISTS = ("package.json", "package-lock.json")
-_INSTALL_TIMEOUT_S = 100.0
 _CALLS_TIMEOUT_S = 60.0
 
 
@@ -29,25 +26,9 @@ class Called:
     answers: Sequence[Mapping[str, Any]]
 
 
-def missing() -> str:
-    """Why there can be no such client here; empty where there can."""
-    absent = [command for command in ("node", "npm") if shutil.which(command) is None]
-    return f"there is no {' and no '.join(absent)} here (Node.js 20 has both)" if absent else ""
-
-
 def installed() -> Path:
-    """Where its packages are: those of package-lock.json, installed once beside the tests' Python packages."""
-    folder = Path(sys.prefix) / "second_client"
-    noted = folder / "node_modules" / ".installed"
-    wanted = (_SOURCE / "package-lock.json").read_text(encoding="utf-8")
-    if not noted.is_file() or noted.read_text(encoding="utf-8") != wanted:
-        folder.mkdir(exist_ok=True)
-        for name in _LISTS:
-            shutil.copyfile(_SOURCE / name, folder / name)
-        command = ["npm", "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--loglevel=error"]
-        subprocess.run(command, cwd=folder, timeout=_INSTALL_TIMEOUT_S, check=True)
-        noted.write_text(wanted, encoding="utf-8")
-    return folder / "node_modules"
+    """Where its packages are."""
+    return installed_modules(_SOURCE, "second_client")
 
 
 async def make_calls(

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from bottega.v1 import image_pb2
+from load.clients.build import missing
 from tests.support.ghz_configurations import configurations
 from tests.support.running_gateway import Running
-from tests.support.second_client import Called, installed, make_calls, missing
+from tests.support.second_client import Called, installed, make_calls
 
 SERVICE = "bottega.v1.ImageService"
 PICTURE = b"picture 0"
 
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = pytest.mark.skipif(bool(missing("typescript")), reason=missing("typescript"))
 
 
 @pytest.fixture(scope="module")
