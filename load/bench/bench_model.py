@@ -181,7 +181,7 @@ def _sd21_pipeline(shape: BenchShape) -> Any:
         vae=bench_vae(shape),
         text_encoder=CLIPTextModel(text_config(shape, tokenizer, "gelu")),
         tokenizer=tokenizer,
-        unet=_sd21_unet(shape),
+        unet=_unet(shape),
         scheduler=_scheduler(),
         safety_checker=None,
         feature_extractor=None,
@@ -189,45 +189,37 @@ def _sd21_pipeline(shape: BenchShape) -> Any:
     )
 
 
-def _sd21_unet(shape: BenchShape) -> Any:
-    attending = shape.levels - 1
-    unet = UNet2DConditionModel(
-        sample_size=shape.sample_size,
-        in_channels=_LATENT_CHANNELS,
-        out_channels=_LATENT_CHANNELS,
-        block_out_channels=shape.block_out_channels,
-        layers_per_block=shape.layers_per_block,
-        down_block_types=(*["CrossAttnDownBlock2D"] * attending, "DownBlock2D"),
-        up_block_types=("UpBlock2D", *["CrossAttnUpBlock2D"] * attending),
-        transformer_layers_per_block=(*shape.transformer_layers, 1),
-        attention_head_dim=tuple(max(1, count // shape.head_channels) for count in shape.block_out_channels),
-        norm_num_groups=shape.norm_groups,
-        cross_attention_dim=shape.text_width,
-        use_linear_projection=True,
-    )
-    _give_output(unet.conv_out, std=1.0)
-    return unet
-
-
 def _unet(shape: BenchShape) -> Any:
-    coarser = shape.levels - 1
+    attending = shape.levels - 1
+    options: dict[str, Any]
+    if shape.family == "sd21":
+        options = {
+            "down_block_types": (*["CrossAttnDownBlock2D"] * attending, "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", *["CrossAttnUpBlock2D"] * attending),
+            "transformer_layers_per_block": (*shape.transformer_layers, 1),
+            "cross_attention_dim": shape.text_width,
+        }
+    else:
+        options = {
+            "down_block_types": ("DownBlock2D", *["CrossAttnDownBlock2D"] * attending),
+            "up_block_types": (*["CrossAttnUpBlock2D"] * attending, "UpBlock2D"),
+            "transformer_layers_per_block": (1, *shape.transformer_layers),
+            "cross_attention_dim": 2 * shape.text_width,
+            "addition_embed_type": "text_time",
+            "addition_time_embed_dim": _SIZE_CHANNELS,
+            "projection_class_embeddings_input_dim": shape.text_width + _SIZES * _SIZE_CHANNELS,
+        }
     unet = UNet2DConditionModel(
         sample_size=shape.sample_size,
         in_channels=_LATENT_CHANNELS,
         out_channels=_LATENT_CHANNELS,
         block_out_channels=shape.block_out_channels,
         layers_per_block=shape.layers_per_block,
-        down_block_types=("DownBlock2D", *["CrossAttnDownBlock2D"] * coarser),
-        up_block_types=(*["CrossAttnUpBlock2D"] * coarser, "UpBlock2D"),
-        transformer_layers_per_block=(1, *shape.transformer_layers),
-        # Diffusers' name for the number of heads. The first level has none.
+        # Diffusers' name for the number of heads. The level without attention has none.
         attention_head_dim=tuple(max(1, count // shape.head_channels) for count in shape.block_out_channels),
         norm_num_groups=shape.norm_groups,
-        cross_attention_dim=2 * shape.text_width,
         use_linear_projection=True,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=_SIZE_CHANNELS,
-        projection_class_embeddings_input_dim=shape.text_width + _SIZES * _SIZE_CHANNELS,
+        **options,
     )
     _give_output(unet.conv_out, std=1.0)
     return unet
