@@ -7,9 +7,10 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+
+from load.soak.suite import SoakSuite
 
 EVERY_S = 60.0
 # Beyond a lease, or well within it.
@@ -17,26 +18,6 @@ _FROZEN_S = (0.5, 4.0)
 # After a crash, before systemd starts it again.
 _AWAY_S = 2.0
 KILL_ENGINE = "kill the engine of"
-
-
-class Breakable(Protocol):
-    """A suite whose services may fail; see SoakSuite."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def engines(self) -> Sequence[str]: ...
-
-    def start(self, name: str) -> None: ...
-
-    def kill(self, name: str) -> None: ...
-
-    def stop(self, name: str) -> None: ...
-
-    def freeze(self, name: str, seconds: float) -> None: ...
-
-    def kill_engine(self, name: str) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,26 +35,26 @@ class Fault:
         return f"{self.kind} {self.service}"
 
 
-def _kill(suite: Breakable, fault: Fault, wait: Callable[[float], object]) -> None:
+def _kill(suite: SoakSuite, fault: Fault, wait: Callable[[float], object]) -> None:
     suite.kill(fault.service)
     wait(fault.seconds)
     suite.start(fault.service)
 
 
-def _restart(suite: Breakable, fault: Fault, wait: Callable[[float], object]) -> None:
+def _restart(suite: SoakSuite, fault: Fault, wait: Callable[[float], object]) -> None:
     suite.stop(fault.service)
     suite.start(fault.service)
 
 
-def _freeze(suite: Breakable, fault: Fault, wait: Callable[[float], object]) -> None:
+def _freeze(suite: SoakSuite, fault: Fault, wait: Callable[[float], object]) -> None:
     suite.freeze(fault.service, fault.seconds)
 
 
-def _kill_engine(suite: Breakable, fault: Fault, wait: Callable[[float], object]) -> None:
+def _kill_engine(suite: SoakSuite, fault: Fault, wait: Callable[[float], object]) -> None:
     suite.kill_engine(fault.service)
 
 
-KINDS: Mapping[str, Callable[[Breakable, Fault, Callable[[float], object]], None]] = {
+KINDS: Mapping[str, Callable[[SoakSuite, Fault, Callable[[float], object]], None]] = {
     "kill": _kill,
     "restart": _restart,
     "freeze": _freeze,
@@ -81,7 +62,7 @@ KINDS: Mapping[str, Callable[[Breakable, Fault, Callable[[float], object]], None
 }
 
 
-def planned(suite: Breakable, seed: int) -> Iterator[Fault]:
+def planned(suite: SoakSuite, seed: int) -> Iterator[Fault]:
     """Yield faults, without end."""
     chance = random.Random(f"{seed} faults")
     while True:
@@ -108,7 +89,7 @@ class Faults:
 
     def __init__(
         self,
-        suite: Breakable,
+        suite: SoakSuite,
         *,
         seed: int,
         told: Callable[[Fault], None],
