@@ -294,7 +294,7 @@ def _as_frozen(rows: Sequence[_Bounds]) -> _Hook:
         x = inputs[0]
         if x.is_contiguous():
             return output
-        weight, bias = module.weight.detach(), None if module.bias is None else module.bias.detach()
+        weight, bias = module.weight.detach(), module.bias if module.bias is None else module.bias.detach()
         for bounds in rows:
             first, last = bounds()
             output[first:last] = functional.linear(x[first:last], weight, bias)
