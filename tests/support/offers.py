@@ -72,6 +72,9 @@ class NamedServer(Protocol):
     def offer(self, worker: str, link_id: str, *, caller: str) -> Offer:
         """Return an offer of a link."""
 
+    def close(self) -> None:
+        """End the server and its links."""
+
 
 class LocalOffers(OffersAtOnce):
     """Offers of servers in this process, each at its name in place of an address. there: those that are not away."""

@@ -251,13 +251,15 @@ def _load_part(
     is_encoder, settings = name in family.text_encoders, text.get(name, TextEncoderSettings())
     kind = (family.text_encoders if is_encoder else family.networks)[name]
     own = replace(target, dtype=settings.dtype or target.dtype) if is_encoder else target
+    module: nn.Module
     if not _is_needed(name, roles, is_encoder=is_encoder):
-        return outline(kind, part, own.dtype)
+        module = outline(kind, part, own.dtype)
+        return module
     reporter.begin(f"loading {name}", part.size_bytes)
     if is_encoder and settings.on_host and target.device.type != "cpu":
         return _load_on_host(kind, part, own, memory)
-    load = load_text_encoder if is_encoder else load_network
-    return load(kind, part, own)
+    module = load_text_encoder(kind, part, own) if is_encoder else load_network(kind, part, own)
+    return module
 
 
 def _is_needed(part: str, roles: Collection[str], *, is_encoder: bool = False) -> bool:
