@@ -294,13 +294,17 @@ def _as_frozen(rows: Sequence[_Bounds]) -> _Hook:
         x = inputs[0]
         if x.is_contiguous():
             return output
-        weight, bias = module.weight.detach(), module.bias if module.bias is None else module.bias.detach()
+        weight, bias = module.weight.detach(), _detached(module.bias)
         for bounds in rows:
             first, last = bounds()
             output[first:last] = functional.linear(x[first:last], weight, bias)
         return output
 
     return multiply
+
+
+def _detached(parameter: Tensor | None) -> Tensor | None:
+    return None if parameter is None else parameter.detach()
 
 
 def _as_peft(uses: Sequence[tuple[Factors, _Bounds | None]]) -> _Hook:
