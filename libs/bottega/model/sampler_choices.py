@@ -14,7 +14,7 @@ import torch
 from bottega.device.device import run_pieces
 from bottega.errors import Violation
 from bottega.model.samplers import Sampler
-from bottega.model.schedulers import KARRAS, SamplerKind, draws_noise, make_scheduler, pace_of
+from bottega.model.schedulers import KARRAS, FlowSchedule, SamplerKind, draws_noise, make_scheduler, pace_of
 from bottega.model_files.scheduler_check import sampler_problems
 from bottega.model_files.scheduler_rules import CONVERTED_SIGMAS
 from bottega.plain_text import excerpt
@@ -68,7 +68,7 @@ class ModelSamplers:
     Args:
         config: The model's scheduler configuration, without the defaults of its scheduler's class.
         steps: Number of denoising steps that `refusals` applies to.
-        even_sigmas: See `set_timesteps`.
+        even_sigmas: See `FlowSchedule`.
     """
 
     def __init__(self, config: Mapping[str, Any], *, steps: int, even_sigmas: bool = False) -> None:
@@ -110,8 +110,7 @@ class ModelSamplers:
             begin=begin,
             karras=choice.karras,
             schedule=choice.schedule,
-            tokens=tokens,
-            even_sigmas=self._even_sigmas,
+            flow=FlowSchedule(tokens=tokens, even_sigmas=self._even_sigmas),
             restarts=restarts,
         )
 

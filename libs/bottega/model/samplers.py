@@ -16,6 +16,7 @@ from bottega.model.operations import EulerStep
 from bottega.model.schedulers import (
     RUNGE_KUTTA_STEPS,
     TWICE,
+    FlowSchedule,
     SamplerKind,
     ancestral_step,
     draws_noise,
@@ -122,8 +123,7 @@ class Sampler:
         begin: The first step that is made.
         karras: Whether to use Karras' sigmas; None: as in `config`. Samplers outside KARRAS ignore it.
         schedule: Other changes of the schedule.
-        tokens: See `set_timesteps`.
-        even_sigmas: See `set_timesteps`.
+        flow: Properties that set the schedule for flow matching.
         restarts: Whether step `begin` continues from the latent of another picture. LMS then begins with order 1. It
             otherwise uses the order of that step, although the steps before were skipped, as Diffusers' image-to-image
             does.
@@ -138,14 +138,13 @@ class Sampler:
         begin: int = 0,
         karras: bool | None = None,
         schedule: Schedule = AS_CONFIGURED,
-        tokens: int = 0,
-        even_sigmas: bool = False,
+        flow: FlowSchedule = FlowSchedule(),
         restarts: bool = False,
     ) -> None:
         self._kind = kind
         self._scheduler = make_scheduler(kind, config, schedule.overrides(kind.value, karras))
         self._flows = kind is SamplerKind.FLOW_MATCH_EULER
-        set_timesteps(self._scheduler, schedule, steps=steps, tokens=tokens, even_sigmas=even_sigmas)
+        set_timesteps(self._scheduler, schedule, flow, steps=steps)
         self._draws = draws_noise(kind, config)
         self._restarts = restarts
         self.steps = steps

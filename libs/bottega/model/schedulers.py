@@ -12,6 +12,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -139,28 +140,35 @@ def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapp
     return scheduler
 
 
-def set_timesteps(
-    scheduler: Any, schedule: Schedule, *, steps: int, tokens: int = 0, even_sigmas: bool = False
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlowSchedule:
+    """The properties of a picture and its model that set the schedule for flow matching."""
+
+    tokens: int = 0
+    """Number of tokens of the picture, by which some schedules are shifted; 0 for the fewest."""
+    even_sigmas: bool = False
+    """Whether sigmas go from 1 to 1/steps in even steps, before they are shifted."""
+
+
+def set_timesteps(scheduler: Any, schedule: Schedule, flow: FlowSchedule, *, steps: int) -> None:
     """Set the timesteps of a scheduler as Diffusers' pipelines do.
 
     Args:
+        scheduler: The scheduler.
         schedule: Lists and strength of the request.
+        flow: Used for flow matching.
         steps: Number of denoising steps.
-        tokens: Number of tokens of the picture, by which some schedules for flow matching are shifted; 0 for the
-            fewest.
-        even_sigmas: Whether sigmas for flow matching go from 1 to 1/steps in even steps, before they are shifted.
     """
     own, flows = scheduler.config, type(scheduler) is diffusers.FlowMatchEulerDiscreteScheduler
     dynamic = flows and own["use_dynamic_shifting"]
-    shift = {"mu": _flow_shift(own, tokens or own["base_image_seq_len"])} if dynamic else {}
+    shift = {"mu": _flow_shift(own, flow.tokens or own["base_image_seq_len"])} if dynamic else {}
     if schedule.timesteps:
         scheduler.set_timesteps(timesteps=list(schedule.timesteps))
     elif schedule.sigmas:
         scheduler.set_timesteps(sigmas=list(schedule.sigmas))
     elif schedule.strength is not None:
         scheduler.set_timesteps(steps, strength=schedule.strength)
-    elif flows and even_sigmas:
+    elif flows and flow.even_sigmas:
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps), **shift)
     else:
         scheduler.set_timesteps(steps, **shift)
