@@ -25,6 +25,7 @@ from bottega.model.schedulers import (
 )
 from bottega.schedules import AS_CONFIGURED, Schedule
 
+_FEWEST_TOKENS = FlowSchedule()
 # Samplers compute the noise of a timestep in different orders, with results that differ by about 1e-6.
 _SAME_NOISE = 1e-5
 
@@ -138,7 +139,7 @@ class Sampler:
         begin: int = 0,
         karras: bool | None = None,
         schedule: Schedule = AS_CONFIGURED,
-        flow: FlowSchedule = FlowSchedule(),
+        flow: FlowSchedule = _FEWEST_TOKENS,
         restarts: bool = False,
     ) -> None:
         self._kind = kind
