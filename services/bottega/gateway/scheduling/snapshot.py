@@ -74,7 +74,8 @@ class FleetSnapshot:
         self._jobs = jobs
         self._addon_costs = AddOnCosts(clock)
         self._cache: dict[Member, _CachedState] = {}
-        self._requests: dict[tuple[str, int], ResourceRequest] = {}  # by job and its steps done
+        # By job, steps of its checkpoint and decisions, which change what it needs.
+        self._requests: dict[tuple[str, int, bytes], ResourceRequest] = {}
 
     def workers_of(self, model: str) -> list[WorkerState]:
         """Return the states of all workers that accept new jobs of a model."""
@@ -128,7 +129,8 @@ class FleetSnapshot:
 
     def resource_request(self, job: Job) -> ResourceRequest:
         """Return the resources that a pending job is expected to need on any worker, as known at `estimate_anew`."""
-        key = job.job_id, job.steps.done
+        resumed = job.checkpoint.steps_done if job.checkpoint is not None else 0
+        key = job.job_id, resumed, job.decisions.SerializeToString()
         known = self._requests.get(key)
         if known is None:
             savings = self._savings(job)
@@ -143,6 +145,7 @@ class FleetSnapshot:
     def note_turns(self, job: Job, provenance: Provenance) -> None:
         """Update the estimates of what a job's add-ons cost with the measured turns of its last attempt."""
         self._addon_costs.note(job, provenance)
+        self._requests.clear()
 
     def _request_for(self, job: Job, steps_left: float, share: float) -> ResourceRequest:
         return _request_for(job, steps_left, share, self._addon_costs.slowdown(job))

@@ -93,7 +93,8 @@ NO_KEY = {
         "step_caching",
     },
     ControlSpec: {"name", "measured"},
-    LoraSpec: {"name", "measured", "bound", "from_step"},
+    # What a LoRA changes is said by its digest.
+    LoraSpec: {"name", "measured", "bound", "from_step", "denoiser_only"},
     # The digest is of the token, too.
     EmbeddingSpec: {"name", "token"},
 }
