@@ -1,7 +1,6 @@
-"""Stable Diffusion 3 from `bottega up` to pictures with LoRAs, ControlNets and masks: stock's, by real processes.
+"""Stable Diffusion 3 from `bottega up` to pictures with LoRAs: those of stock Diffusers, by real processes.
 
-One LoRA, in kohya's layout, and the ControlNet are in the model's folder. Another LoRA, in Diffusers' layout, is added
-while the suite runs.
+One LoRA is in the model's folder, in kohya's layout; another one is added while the suite runs, in Diffusers' layout.
 """
 
 from __future__ import annotations
@@ -12,21 +11,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import PIL.Image
 import pytest
 import torch
 
-from bottega.client import Client, ControlNet
-from bottega.engine.spec import ResolvedSpec
-from tests.samples.controlnets import control_image, control_spec
-from tests.samples.controlnets import save as save_controlnets
-from tests.samples.edits import box_mask, template
-from tests.samples.family_models import SIZE, FamilyStock, control_networks, family_model, sampler_of
+from bottega.client import Client
+from tests.samples.family_models import SIZE, FamilyStock, family_model
 from tests.samples.lora_files import Part, kohya, save
 from tests.samples.sd3_loras import Sd3Lora, diffusers_file, kohya_file, random_lora
 from tests.support.running_loras import MODULE
 from tests.support.running_up import Up, running_up
-from tests.support.stock import Pixels, assert_same_image, pixels_of
+from tests.support.stock import assert_same_image, pixels_of
 from tests.support.terminal import run
 
 pytestmark = [pytest.mark.slow]
@@ -35,9 +29,6 @@ FAMILY = "SD 3 no T5"
 PROMPT = "a big red star on the left"
 DRAW: Mapping[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0, "width": SIZE, "height": SIZE}
 SCALES = {"ink": 0.8, "wash": 0.5}
-CONTROL = control_image(3, SIZE, SIZE)
-WHOLE: Mapping[str, Any] = {"keep_unmasked": False, "identical_results": False}
-IMAGE, MASK = template(SIZE, SIZE), box_mask((0, 0, 8, 8), SIZE, SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +42,6 @@ def suite(loras: Mapping[str, Sd3Lora], tmp_path_factory: pytest.TempPathFactory
     shutil.copytree(family_model(FAMILY), model)
     (model / "loras").mkdir()
     kohya_file(loras["ink"], tmp_path_factory.mktemp("ink")).rename(model / "loras" / "ink.safetensors")
-    save_controlnets({"edges": control_networks(FAMILY)[0]}, model / "controlnets")
     options = ("--model", model, "--threads", 1, "--device", "cpu", "--dtype", "float32")
     with running_up(tmp_path_factory.mktemp("up"), *options) as up:
         yield up
@@ -89,55 +79,6 @@ def test_pictures_with_and_without_loras_are_stocks(
         assert_same_image(pixels_of(drawn.pil()), pixels_of(picture))
         assert drawn.provenance.exact
         assert [use.name for use in drawn.provenance.loras] == list(scales)
-
-
-def test_pictures_and_edits_with_a_controlnet_on_its_server_are_stocks(client: Client) -> None:
-    spec = ResolvedSpec(
-        prompt=PROMPT,
-        num_inference_steps=4,
-        guidance_scale=5.0,
-        width=SIZE,
-        height=SIZE,
-        seed=8,
-        strength=0.9999,
-        sampler=sampler_of(FAMILY),
-        controlnets=(control_spec("edges", CONTROL, 0.8),),
-    )
-    edges = ControlNet("edges", PIL.Image.fromarray(CONTROL.numpy()), controlnet_conditioning_scale=0.8)
-    ways: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({}, {}),
-        ({"image": IMAGE, "mask_image": MASK, "keep_unmasked": False}, {"image": IMAGE, "mask": MASK}),
-    ]
-    stock = FamilyStock(FAMILY)
-    for asked, sources in ways:
-        drawn = client.generate(PROMPT, seed=8, controlnets=[edges], **asked, **DRAW)
-        theirs = stock.latent(spec, networks=control_networks(FAMILY)[:1], control_images=[CONTROL], **sources)
-        assert_same_image(pixels_of(drawn.pil()), decoded(stock, theirs))
-        assert drawn.provenance.exact
-        (use,) = drawn.provenance.controlnets
-        assert use.servers == ("controlnet-0",)
-
-
-@torch.no_grad()
-def decoded(stock: FamilyStock, latent: torch.Tensor) -> Pixels:
-    """The picture of a latent. Diffusers' pipeline for inpainting leaves out the VAE's shift."""
-    vae, processor = stock.text.vae, stock.text.image_processor
-    pixels = vae.decode(latent / vae.config.scaling_factor + vae.config.shift_factor).sample
-    return pixels_of(processor.postprocess(pixels)[0])
-
-
-def test_the_second_edit_of_a_picture_computes_the_masked_part_alone(client: Client) -> None:
-    exact, first, second = (
-        client.edit(IMAGE, MASK, PROMPT, seed=8, fidelity=fidelity, **WHOLE, **DRAW)
-        for fidelity in ("exact", "balanced", "balanced")
-    )
-    assert first.provenance.mask.recorded
-    assert_same_image(pixels_of(first.pil()), pixels_of(exact.pil()))
-    # Three blocks, two halves, four steps.
-    assert (second.provenance.blocks_reused, second.provenance.blocks_total) == (24, 24)
-    assert 0 < second.provenance.mask.computed_share < 1
-    # Recordings are float16.
-    assert abs(pixels_of(second.pil()).astype(int) - pixels_of(exact.pil())).max() <= 4
 
 
 def test_how_late_a_lora_may_come_is_measured_and_requests_keep_to_it(client: Client, suite: Up) -> None:
