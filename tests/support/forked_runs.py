@@ -120,7 +120,8 @@ class ForkedRun:
                 process.running = None
                 self._ended.add(value)
             case "fails":
-                raise RuntimeError(f"a process of the tests failed:\n{value}")
+                where = process.running.nodeid if process.running is not None else "between two tests"
+                raise RuntimeError(f"a process of the tests failed at {where}:\n{value}")
         return True
 
     def _bury(self, process: _Process) -> None:

@@ -202,12 +202,11 @@ class Admission:
             of_model = self._violations_with(spec, model)
         violations += of_model
         identical: IdenticalResult | None = None
-        if isinstance(model, Model):
-            if not violations:
-                validation.check_served(spec, model)
-                identical = await self._find_identical(spec, request, before, model, resolutions)
-        elif model is not None:
+        if isinstance(model, BottegaError):
             violations += model.violations
+        elif model is not None and not violations:
+            validation.check_served(spec, model)
+            identical = await self._find_identical(spec, request, before, model, resolutions)
         seen = SeenImages()
         if has_images(spec) and identical is None:
             seen = await self._inspect(spec, violations, model if isinstance(model, Model) else None, request)
@@ -227,20 +226,18 @@ class Admission:
         return self._job(request, full, model, decisions=self._decisions_of(before) if before else None)
 
     def _violations(self, spec: GenerationSpec, request: JobRequest) -> list[Violation]:
+        signed = bool(self._controller.queue.terms.webhooks(request.tenant).secrets)
         return [
             *validation.check_request_id(request.request_id),
             *validation.check_deadline(request.deadline_s),
             *validation.check_priority(request.priority),
-            *validation.check_webhook(request.webhook, self._config.webhooks, signed=self._signs(request.tenant)),
+            *validation.check_webhook(request.webhook, self._config.webhooks, signed=signed),
             *validation.check_spec(spec, self._addons, max_image_bytes=self._config.max_image_bytes),
         ]
 
     def _violations_with(self, spec: GenerationSpec, model: Model | BottegaError | None) -> list[Violation]:
         """Return the violations that depend on the model; none if it is unknown."""
         return list(validation.check_model(spec, model, self._addons)) if isinstance(model, Model) else []
-
-    def _signs(self, tenant: str) -> bool:
-        return bool(self._controller.queue.terms.webhooks(tenant).secrets)
 
     async def _inspect(
         self, spec: GenerationSpec, violations: list[Violation], model: Model | None, request: JobRequest
