@@ -164,7 +164,12 @@ class PostgresDatabase:
         if self._pool is None:
             raise os_errors.unavailable("the database is not open", cause=os_errors.NOT_OPEN)
         with translated(self.place):
+            task = asyncio.current_task()
+            cancelled = task.cancelling() if task is not None else 0
             async with self._pool.connection() as connection:
+                # The pool waits by wait_for, which in Python 3.11 swallows a cancellation at the wrong moment.
+                if task is not None and task.cancelling() > cancelled:
+                    raise asyncio.CancelledError
                 with _bounded(connection, limit_s):
                     yield connection
 

@@ -115,6 +115,31 @@ async def test_a_server_that_is_down_is_unavailable_and_found_later(own_server: 
         await database.close()
 
 
+async def test_who_is_cancelled_as_a_connection_comes_is_cancelled() -> None:
+    async def hold(held: asyncio.Event) -> None:
+        async with database.connection():
+            held.set()
+            await asyncio.Event().wait()
+
+    with new_database() as url:
+        database = PostgresDatabase(url, application="bottega test", max_connections=1)
+        await database.open()
+        for turns in range(12):  # of the event loop, in one of which the waiting task hears both at once
+            held, later = asyncio.Event(), asyncio.Event()
+            first, second = asyncio.create_task(hold(held)), asyncio.create_task(hold(later))
+            await eventually(held.is_set)
+            await eventually(lambda: database.waiting == 1)
+            first.cancel()
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            second.cancel()
+            _, left = await asyncio.wait((first, second), timeout=5)
+            for task in left:
+                task.cancel()
+            assert not left, f"cancelled after {turns} turns"
+        await database.close()
+
+
 async def test_migrations_are_applied_once_by_processes_that_start_together(database: PostgresDatabase) -> None:
     steps = [COUNTERS, Migration(statements="INSERT INTO counters VALUES ('a', 5)")]
     assert not await database.has_schema("counters", steps)
