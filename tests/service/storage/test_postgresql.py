@@ -116,7 +116,7 @@ async def test_a_server_that_is_down_is_unavailable_and_found_later(own_server: 
 
 
 async def test_who_is_cancelled_as_a_connection_comes_is_cancelled() -> None:
-    async def hold(held: asyncio.Event) -> None:
+    async def hold(database: PostgresDatabase, held: asyncio.Event) -> None:
         async with database.connection():
             held.set()
             await asyncio.Event().wait()
@@ -126,7 +126,7 @@ async def test_who_is_cancelled_as_a_connection_comes_is_cancelled() -> None:
         await database.open()
         for turns in range(12):  # of the event loop, in one of which the waiting task hears both at once
             held, later = asyncio.Event(), asyncio.Event()
-            first, second = asyncio.create_task(hold(held)), asyncio.create_task(hold(later))
+            first, second = asyncio.create_task(hold(database, held)), asyncio.create_task(hold(database, later))
             await eventually(held.is_set)
             await eventually(lambda: database.waiting == 1)
             first.cancel()
