@@ -90,7 +90,7 @@ def refused_mode(name: str, mode: int | None, modes: int) -> str:
 
 
 def share_union(nets: Sequence[ControlNet]) -> bool:
-    """Return whether these are the images of one union, which computes them together."""
+    """Return whether all control images are for one union ControlNet, which processes them in one forward pass."""
     return len(nets) > 1 and all(net.control_mode and net.name == nets[0].name for net in nets)
 
 

@@ -103,10 +103,11 @@ class OutsideRules:
     Empty: none, and requests that name a URL are refused.
     """
     networks: tuple[str, ...] = ()
-    """Networks inside that may be called too, such as 10.20.0.0/16, if a listed host has an address there.
+    """Private networks, such as 10.20.0.0/16, in which the listed hosts may have their addresses.
 
-    An address in a URL must be among the hosts. With "*" callers reach all of the network by names of their own.
-    Otherwise only public addresses are called. Addresses of multicast and of clouds' metadata are never called.
+    Without them only public addresses are called. With the host "*" callers can reach every address of these networks,
+    because they can make a name that points to it. A URL that has such an address instead of a name is allowed only if
+    `hosts` lists the address. Multicast addresses and those of cloud metadata services are never called.
     """
     ports: tuple[Annotated[int, Field(ge=1, le=65535)], ...] = (80, 443)
     """Ports that may be called. Empty: all."""

@@ -26,7 +26,7 @@ class FamilyFacts:
     pipeline: str
     """Class in the model_index.json of a folder that is made from a single file."""
     scheduler: str
-    """Class of the scheduler of such a folder."""
+    """Scheduler class in the model_index.json of a folder that is made from a single file."""
     prediction_type: str = EPSILON
     """What its networks predict if nothing says so; UNets for inpainting predict the noise in every family."""
     scaling_factor: float = 0.18215

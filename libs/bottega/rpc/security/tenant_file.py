@@ -98,7 +98,7 @@ class TenantKey:
 
     @classmethod
     def of(cls, parts: KeyParts) -> TenantKey:
-        """Return the part of a key to store."""
+        """Return the entry of the tenant file for an API key: its ID and the hash of its secret."""
         return cls(key_id=parts.key_id, hash=hashed(parts.secret))
 
 

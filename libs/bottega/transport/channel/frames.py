@@ -47,7 +47,7 @@ class Frame(NamedTuple):
     size: int = 0
     """Number of bytes that follow the frame."""
     payload: bytes = b""
-    """In LAYOUT: the description. It is not part of the header."""
+    """In LAYOUT: the serialized layout, which follows the header."""
 
     def pack(self) -> bytes:
         """Serialize the header."""

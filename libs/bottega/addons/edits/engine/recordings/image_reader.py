@@ -176,7 +176,7 @@ class ImageReader:
         return self.recording.shape
 
     def coming(self, turn: int) -> Coming:
-        """Return the rows of the step that the image makes in `turn` forward passes, for the planner."""
+        """Return the rows that the image will compute in its forward pass number `turn`; 0 is the next one."""
         request = self._request
         if turn >= request.evaluations_left:
             return (), 0
