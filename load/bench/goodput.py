@@ -29,6 +29,7 @@ import itertools
 import math
 import multiprocessing
 import random
+import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -115,14 +116,19 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
                 f"replicas_{key}",
                 list(zip(ranking, replicas_too, strict=True)),
             )
+    for key, what, bar in (
+        ("ranking", "ranking over one server", "above 0"),
+        ("replicas", "replicas over ranking", "at least 0"),
+    ):
+        gains = [gain for name, gain in sheet.values.items() if re.fullmatch(rf"{key}_.*_gain", name)]
+        sheet.figure(f"{what}: least gain", min(gains), "{:+.3f}", key=f"{key}_least_gain", bar=bar)
 
 
 def _add(sheet: Sheet, what: str, key: str, found: Sequence[tuple[float, float]]) -> None:
     """Add the goodput of both sides and their difference, seed by seed."""
     without, having, gains = ([*side] for side in zip(*((a, b, b - a) for a, b in found), strict=True))
     sheet.row(f"{what}: goodput without, with", f"{_mean(without)}, {_mean(having)}")
-    bar = "" if key.startswith("roles") else "above 0"
-    sheet.figure("    gained", fmean(gains), "{:+.3f}" + f" (+- {_half_width(gains):.3f})", key=f"{key}_gain", bar=bar)
+    sheet.figure("    gained", fmean(gains), "{:+.3f}" + f" (+- {_half_width(gains):.3f})", key=f"{key}_gain")
     sheet.values |= {f"{key}_without": fmean(without), f"{key}_with": fmean(having), f"{key}_half": _half_width(gains)}
 
 

@@ -32,7 +32,7 @@ def table(folder: Path = RESULTS) -> str:
             continue
         machine = _NOT_NEEDED.sub("", run["machine"])
         lines.append(f"| **{run['bench']}**: {run['date']}, {machine} | | |\n")
-        lines += [f"| {_KEY.sub('', row['what'])} | {_shown(row)} | {row['wanted']} |\n" for row in rows]
+        lines += [f"| {_KEY.sub('', row['what'])} | {_shown(row)} | {_wanted(row)} |\n" for row in rows]
     return "".join(lines)
 
 
@@ -41,6 +41,10 @@ def written(text: str, results: str) -> str:
     before, _, rest = text.partition(_BEGIN)
     _, _, after = rest.partition(_END)
     return f"{before}{_BEGIN}{results}{_END}{after}"
+
+
+def _wanted(row: dict[str, Any]) -> str:
+    return str(row["wanted"]).replace("at least ", "≥ ").replace("at most ", "≤ ")
 
 
 def _shown(row: dict[str, Any]) -> str:
