@@ -23,6 +23,8 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.loading import load_model
 from bottega.worker.conversion.folder import convert_file
+from tests.samples.engine_loras import LorasByHand, lora_spec
+from tests.samples.lora_files import imported_layers
 from tests.samples.published import Layout, write_stable_diffusion
 from tests.samples.single_files import TRUE_SHAPES, write_single_file
 from tests.samples.stable_diffusion_configs import sd15, sd21
@@ -82,8 +84,13 @@ def _write(folder: Path, name: str) -> None:
     write_stable_diffusion(folder, MODELS[name](), Layout(variants=("fp16",)))
 
 
-def draw(folder: Path) -> tuple[Pixels, int, int]:
-    """Return a picture of the suite's engine, the peak of resident memory when it was loaded, and its weights' size."""
+def draw(folder: Path, lora: Path | None = None) -> tuple[Pixels, int, int]:
+    """Return a picture of the suite's engine, the peak of resident memory when it was loaded, and its weights' size.
+
+    Args:
+        folder: The model.
+        lora: File of a LoRA with which it draws; None draws without one.
+    """
     torch.set_num_threads(THREADS)
     model = load_model(folder, name="it", device=torch.device("cpu"), dtype=torch.bfloat16)
     status = Path("/proc/self/status").read_text(encoding="ascii")
@@ -96,8 +103,11 @@ def draw(folder: Path) -> tuple[Pixels, int, int]:
         width=256,
         height=256,
         seed=7,
+        loras=(lora_spec("it"),) if lora else (),
     )
-    (pixels,) = ManualEngine(make_engine(model, EngineLimits())).draw(EngineOrder(key="it", spec=spec)).pixels
+    source = LorasByHand.of({"it": imported_layers(folder, lora)}) if lora else None
+    engine = make_engine(model, EngineLimits(), loras=source)
+    (pixels,) = ManualEngine(engine).draw(EngineOrder(key="it", spec=spec)).pixels
     return pixels, peak_bytes, sum(file.stat().st_size for file in folder.glob("*/*.safetensors"))
 
 

@@ -114,7 +114,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "edit with masked blocks": _NOT_INPAINTING - frozenset(_FLUX),
     "mixed batch": frozenset(FAMILIES),
     "mixed sizes": frozenset(_TRANSFORMERS),
-    "LoRA": frozenset(FAMILIES) - frozenset(_FLUX),
+    "LoRA": frozenset(FAMILIES),
     "two ControlNets on servers": frozenset(FAMILIES) - frozenset(_FLUX),
     "resume on another worker": frozenset(FAMILIES),
     "pair of workers": frozenset(FAMILIES) - _ONE_ROW,

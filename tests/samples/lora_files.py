@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -16,6 +17,8 @@ from torch import Tensor
 
 from bottega.addons.loras.engine import Layers, LoraLayer, WholeLayer, make_layer
 from bottega.addons.loras.wire import canonical, module_parts
+from bottega.loras.importing.base import read_base
+from bottega.loras.importing.converting import convert, sources
 from bottega.miniature import WEIGHTS
 from bottega.safetensors_header import LENGTH_BYTES, TensorEntry, header_bytes
 
@@ -120,6 +123,16 @@ def canonical_layers(data: bytes) -> dict[str, dict[str, LoraLayer | WholeLayer]
         scale = float(parts.pop(module_parts.SCALE))
         layers[module.component][module.path] = make_layer(parts, scale)
     return layers
+
+
+def imported_layers(model: Path, path: Path) -> dict[str, dict[str, LoraLayer | WholeLayer]]:
+    """Return the layers that a store makes of a file or a folder, by component and path.
+
+    model: folder of the base model.
+    """
+    file = io.BytesIO()
+    canonical.write(file, convert(sources(path), base=read_base(model)).modules)
+    return canonical_layers(file.getvalue())
 
 
 def canonical_deltas(path: Path) -> dict[str, Tensor]:

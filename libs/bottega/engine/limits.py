@@ -6,7 +6,6 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 import torch
-from diffusers.loaders import TextualInversionLoaderMixin
 
 from bottega import rules
 from bottega.engine.prompt_chunks import weighted_chunks
@@ -103,7 +102,10 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     yield from rules.check_true_cfg(
         spec.true_cfg_scale, taken=model.family.takes_true_cfg, has_negative=spec.negative_prompt is not None
     )
-    yield from _adapters_not_of_family(spec, model)
+    if spec.embeddings and not model.family.takes_embeddings:
+        names = ", ".join(embedding.name for embedding in spec.embeddings)
+        what = f"must have no embedding ({names}): none are served with {model.family.name}; use a LoRA"
+        yield Violation(field="spec.loras", description=what)
     yield from _uncontrolled(spec, model)
     if len(model.text_encoders) == 1:
         for name in ("prompt_2", "negative_prompt_2"):
@@ -114,17 +116,6 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
         yield Violation(
             field="spec.mask_image", description="must be set: this is an inpainting model, which only edits pictures"
         )
-
-
-def _adapters_not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
-    """Yield a violation for each kind of adapters that the model's family does not have."""
-    if not model.family.takes_loras and (spec.loras or spec.embeddings):
-        what = f"must be empty: LoRAs and embeddings for {model.family.name} are not served yet"
-        yield Violation(field="spec.loras", description=what)
-    elif spec.embeddings and not issubclass(model.family.pipeline, TextualInversionLoaderMixin):
-        names = ", ".join(embedding.name for embedding in spec.embeddings)
-        what = f"must have no embedding ({names}): {model.family.name} reads none, as in Diffusers; use a LoRA"
-        yield Violation(field="spec.loras", description=what)
 
 
 def _uncontrolled(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:

@@ -87,8 +87,8 @@ class ModelFamily:
     """The largest one; 0 if the family's pipelines do not have it."""
     weighs_words: bool = True
     """Whether weighted prompts are served."""
-    takes_loras: bool = True
-    """Whether LoRAs and embeddings are served."""
+    takes_embeddings: bool = True
+    """Whether textual inversion embeddings are served."""
     takes_controlnets: bool = True
     """Whether ControlNets are served."""
     states_from_end: int
@@ -289,6 +289,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             prompt_tokens={"text_encoder_3": _T5_TOKENS},
             max_sequence_length=_MAX_T5_TOKENS,
             weighs_words=False,
+            takes_embeddings=False,
             states_from_end=2,
             join=partial(_join_sd3, width=4096),
             picture_conditions=lambda _height, _width: {},
@@ -311,7 +312,7 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             prompt_tokens={"text_encoder_2": _MAX_T5_TOKENS},
             max_sequence_length=_MAX_T5_TOKENS,
             weighs_words=False,
-            takes_loras=False,
+            takes_embeddings=False,
             takes_controlnets=False,
             states_from_end=0,
             join=_join_flux,

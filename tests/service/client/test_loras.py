@@ -18,7 +18,7 @@ from bottega.loras.config import ImportConfig
 from bottega.v1 import lora_pb2 as pb
 from tests.samples.family_models import family_model
 from tests.samples.lora_files import save
-from tests.samples.sd3_loras import kohya_file, random_lora
+from tests.samples.transformer_loras import kohya_file, random_lora
 from tests.support import running_loras
 from tests.support.gateway_with_loras import House, lora_house, lora_store
 from tests.support.running_gateway import running_gateway
@@ -212,7 +212,7 @@ async def test_loras_of_stable_diffusion_3_are_added_for_their_own_base(house: H
         assert "the LoRA is for SDXL, and the base model is Stable Diffusion 3: " in refused
         embedding = save({"clip_l": torch.ones(1, 32), "clip_g": torch.ones(1, 32)}, tmp_path / "toy.safetensors")
         refused = (await _run(house, "add", "toy", embedding, "--base", "sd3")).stderr
-        assert "it is an embedding (textual inversion), and Stable Diffusion 3 reads none" in refused
+        assert "it is an embedding (textual inversion), and none are served with Stable Diffusion 3" in refused
 
 
 async def test_the_command_adds_lists_and_shows_an_embedding(house: House, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from diffusers.loaders.lora_conversion_utils import (
     _maybe_map_sgm_blocks_to_diffusers,
 )
 
-from bottega.loras.importing.base import sgm_names
+from bottega.loras.importing.original_names import sgm_names
 from bottega.miniature import WEIGHTS
 
 # https://huggingface.co/stabilityai/stable-diffusion-xl-base-1.0/blob/main/unet/config.json

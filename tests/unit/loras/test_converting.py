@@ -115,8 +115,10 @@ def test_stock_diffusers_reads_kohyas_files_otherwise_as_provenances_say(
     expected = {name: (unlike.get(name) or 1) * value for name, value in theirs.items()}
     _assert_same({name: ours[name] for name in theirs}, expected)
     layers = canonical_layers((tmp_path / "canonical.safetensors").read_bytes())
-    assert any(has_mixed_alphas(each) for each in layers.values()) == any(unlike.values())
-    left_out = [what for name, each in layers.items() for what in left_out_by_stock(name, each)]
+    assert any(has_mixed_alphas(StableDiffusionXLPipeline, each) for each in layers.values()) == any(unlike.values())
+    left_out = [
+        what for name, each in layers.items() for what in left_out_by_stock(StableDiffusionXLPipeline, name, each)
+    ]
     assert bool(left_out) == (None in unlike.values())
 
 
@@ -601,7 +603,7 @@ def test_a_file_that_could_be_for_both_text_encoders_is_refused_unless_its_shape
     ]
     for more in ({}, {"lora_magnitude_vector": torch.ones(64)}):
         path = save(tensors | {f"text_model.{_TEXT}.{part}": tensor for part, tensor in more.items()}, path)
-        (module,) = convert(sources(path), base=Base(wider, stability={})).modules
+        (module,) = convert(sources(path), base=Base(wider, originals={})).modules
         assert module.component == "text_encoder_2"
 
 

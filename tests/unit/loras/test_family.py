@@ -59,13 +59,6 @@ def test_a_model_card_names_the_family_where_the_file_does_not(tmp_path: Path) -
     assert _answer(call).refusal.startswith("nothing in the file matches")
 
 
-def test_loras_for_a_base_of_flux_are_refused(tmp_path: Path) -> None:
-    path = save(_lora("lora_unet_double_blocks_0_img_attn_proj", 7), tmp_path / "a.safetensors")
-    (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
-    call = LoraImportCall(base=str(tmp_path), sources=[LoraImportSource(path=str(path))])
-    assert _answer(call).refusal == "LoRAs and embeddings for Flux.1 are not served yet"
-
-
 @pytest.mark.parametrize(
     ("card", "expected"),
     [

@@ -17,7 +17,7 @@ from torch import Tensor
 from bottega.engine.encode import encode_prompts
 from bottega.engine.limits import EngineLimits, check_drawable
 from bottega.engine.request import Request
-from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
+from bottega.engine.spec import ControlSpec, EmbeddingSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.backbone import GUIDANCE, POOLED, Inputs
 from bottega.model.backbones.flux import FluxBackbone
@@ -38,7 +38,7 @@ from tests.unit.model.test_stable_diffusion_3 import change, copied
 
 FLOW = SamplerKind.FLOW_MATCH_EULER
 SPEC = ResolvedSpec(prompt="a star", num_inference_steps=2, width=SIZE, height=SIZE, sampler=FLOW)
-LORA, CONTROL = LoraSpec(name="x", digest="d"), ControlSpec(name="x", image_digest="")
+TOY, CONTROL = EmbeddingSpec(name="toy", digest="d", token="<toy>"), ControlSpec(name="x", image_digest="")
 KINDS = ("Flux dev", "Flux schnell", "Flux Fill")
 
 
@@ -196,7 +196,7 @@ def test_sigmas_are_even_before_their_shift(shifts: bool) -> None:
         ("dev", {"width": 36}, "must be a multiple of 8 with this model"),
         ("dev", {"weighted": True}, "must be plain: Flux.1 reads no weighted prompts"),
         ("dev", {"clip_skip": 1}, "must be 0 with this model, which reads no text encoder's states between layers"),
-        ("dev", {"loras": (LORA,)}, "LoRAs and embeddings for Flux.1 are not served yet"),
+        ("dev", {"embeddings": (TOY,)}, "must have no embedding (toy): none are served with Flux.1; use a LoRA"),
         ("dev", {"controlnets": (CONTROL,)}, "ControlNets for Flux.1 are not served yet"),
         ("dev", {"sampler": SamplerKind.DDIM}, "it is for models that predict noise"),
         ("dev", {"true_cfg_scale": 2.0}, "needs negative_prompt, which may be empty"),

@@ -177,7 +177,7 @@ def test_samplers_fit_how_a_model_was_trained() -> None:
         ({"max_sequence_length": 513}, "must be 1 to 512 with this model"),
         (
             {"embeddings": (EmbeddingSpec(name="toy", digest="d", token="<toy>"),)},
-            "must have no embedding (toy): Stable Diffusion 3 reads none, as in Diffusers; use a LoRA",
+            "must have no embedding (toy): none are served with Stable Diffusion 3; use a LoRA",
         ),
         ({"sampler": SamplerKind.DDIM}, "it is for models that predict noise"),
     ],

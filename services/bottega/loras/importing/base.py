@@ -1,12 +1,4 @@
-"""The modules of a base model that LoRAs can change, with their shapes. Reads headers, not weights.
-
-kohya's trainer uses the names that SDXL's UNet and Stable Diffusion 3's transformer have in Stability's code, and
-Diffusers' names for other UNets. Positions in the UNet follow from its configuration. The transformer's modules there
-may be several of Diffusers', such as the projections of queries, keys and values.
-
-Sources: sgm's OpenAIModel (input_blocks, middle_block, output_blocks) and Diffusers' UNet2DConditionModel; MMDiTX of
-Stability's code for Stable Diffusion 3, and Diffusers' conversion of its checkpoints.
-"""
+"""The modules of a base model that LoRAs can change, with their shapes. Reads headers, not weights."""
 
 from __future__ import annotations
 
@@ -15,79 +7,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from bottega.addons.loras.wire.canonical import spellings
-from bottega.addons.loras.wire.module_parts import COMPONENTS
+from bottega.addons.loras.wire.module_parts import COMPONENTS, TEXT_ENCODERS
 from bottega.errors import BadLora, ConfigError
-from bottega.model_files.family_names import SD3, TRANSFORMER, UNET, class_of
+from bottega.loras.importing.original_names import flux_names, sd3_names, sgm_names
+from bottega.model_files.family_names import FLUX, SD3, TRANSFORMER, UNET, class_of
 from bottega.model_files.field_rules import with_defaults
-from bottega.model_files.transformer_rules import SD3_RULES
+from bottega.model_files.transformer_rules import FLUX_RULES, SD3_RULES
 from bottega.safetensors_header import Header, read_header
 
-# Names of a module in Stability's code, by its name in Diffusers.
-_RESNET = {
-    "norm1": "in_layers_0",
-    "conv1": "in_layers_2",
-    "time_emb_proj": "emb_layers_1",
-    "norm2": "out_layers_0",
-    "conv2": "out_layers_3",
-    "conv_shortcut": "skip_connection",
-}
-_OUTSIDE = {
-    "conv_in": "input_blocks_0_0",
-    "time_embedding.linear_1": "time_embed_0",
-    "time_embedding.linear_2": "time_embed_2",
-    "add_embedding.linear_1": "label_emb_0_0",
-    "add_embedding.linear_2": "label_emb_0_2",
-    "conv_norm_out": "out_0",
-    "conv_out": "out_2",
-}
-# Modules of one transformer block, which have the same names in both.
-_BLOCK = (
-    *(f"attn{place}.{name}" for place in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")),
-    "ff.net.0.proj",
-    "ff.net.2",
-    *(f"norm{place}" for place in (1, 2, 3)),
-)
-_CROSS = "CrossAttn"
-# Modules outside of the blocks of Stable Diffusion 3's transformer, by their names in Stability's code.
-_SD3_OUTSIDE = {
-    "x_embedder.proj": "pos_embed.proj",
-    "t_embedder.mlp.0": "time_text_embed.timestep_embedder.linear_1",
-    "t_embedder.mlp.2": "time_text_embed.timestep_embedder.linear_2",
-    "y_embedder.mlp.0": "time_text_embed.text_embedder.linear_1",
-    "y_embedder.mlp.2": "time_text_embed.text_embedder.linear_2",
-    "context_embedder": "context_embedder",
-    "final_layer.linear": "proj_out",
-    "final_layer.adaLN_modulation.1": "norm_out.linear",
-}
-# The same of one of its blocks.
-_SD3_BLOCK = {
-    "x_block.attn.qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-    "x_block.attn.proj": ("attn.to_out.0",),
-    "x_block.attn2.qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
-    "x_block.attn2.proj": ("attn2.to_out.0",),
-    "x_block.mlp.fc1": ("ff.net.0.proj",),
-    "x_block.mlp.fc2": ("ff.net.2",),
-    "x_block.adaLN_modulation.1": ("norm1.linear",),
-    "context_block.attn.qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "context_block.attn.proj": ("attn.to_add_out",),
-    "context_block.mlp.fc1": ("ff_context.net.0.proj",),
-    "context_block.mlp.fc2": ("ff_context.net.2",),
-    "context_block.adaLN_modulation.1": ("norm1_context.linear",),
-}
-
+# Reads the latent, and behind it whatever else a model of Flux.1 reads: a mask and an image, or a control image.
+_FLUX_INPUTS = "x_embedder"
 _WEIGHT, _BIAS = ".weight", ".bias"
 # Not supported: embedding tables are looked up by row instead of multiplied, so a LoRA cannot be added.
 _TABLES = ("token_embedding", "position_embedding", "shared", "embed_tokens", "relative_attention_bias")
 _TOKENS = "token_embedding.weight"
-_SD3 = class_of(TRANSFORMER, SD3)
+_SD3, _FLUX = class_of(TRANSFORMER, SD3), class_of(TRANSFORMER, FLUX)
+# How the paths of T5's layers begin, of which CLIP has none.
+_T5_BLOCKS = "encoder.block."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Outputs of a module of Stability's code that are a module of their own in Diffusers' network."""
+    """Outputs of a module of the authors' code that are a module of their own in Diffusers' network."""
 
     path: str
     rows: tuple[tuple[int, int], ...]
@@ -96,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModule:
-    """A linear layer, a convolution or a normalisation layer of a base model, in Diffusers' network or Stability's."""
+    """A linear layer, a convolution or a normalisation layer of a base model, in Diffusers' network or its authors'."""
 
     component: str
     path: str
@@ -105,6 +48,8 @@ class BaseModule:
     has_bias: bool = False
     pieces: tuple[Piece, ...] = ()
     """What it is in Diffusers' network; empty if it is the same module there."""
+    extends_latent: bool = False
+    """Whether it reads a latent, and models of its family differ in what it reads behind it."""
 
     @property
     def is_norm(self) -> bool:
@@ -123,8 +68,8 @@ class Base:
     Args:
         modules: The modules.
         denoiser: See the attribute.
-        stability: Paths in the denoising network, by their names in Stability's code, with dots or with underscores in
-            place of dots. Modules of several paths have their outputs one after the other.
+        originals: Paths in the denoising network, by their names in the authors' code, with dots or with underscores
+            in place of dots. Modules of several paths have their outputs one after the other.
         swapped: Paths of modules that have the two halves of their outputs in the other order there.
         token_widths: See the attribute.
     """
@@ -134,7 +79,7 @@ class Base:
         modules: Iterable[BaseModule],
         *,
         denoiser: str = UNET,
-        stability: Mapping[str, Sequence[str]],
+        originals: Mapping[str, Sequence[str]],
         swapped: Sequence[str] = (),
         token_widths: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
@@ -142,15 +87,19 @@ class Base:
         """Component of the denoising network."""
         self.token_widths = token_widths
         """Number of values that a token's vector has, for each text encoder of CLIP; empty if none reads embeddings."""
+        self.t5 = TEXT_ENCODERS[-1]
+        """Component of T5, which is no component of the model if it has no T5."""
         self._dotted: dict[tuple[str, str], BaseModule] = {}
         self._flat: dict[tuple[str, str], BaseModule | None] = {}
         for module in modules:
+            if module.path.startswith(_T5_BLOCKS):
+                self.t5 = module.component
             for path in spellings(module.component, module.path):
                 self._dotted[module.component, path] = module
                 flat = (module.component, path.replace(".", "_"))
                 # If two modules have the same flat name, it is ambiguous and finds neither.
                 self._flat[flat] = module if self._flat.get(flat, module) is module else None
-        for name, paths in stability.items():
+        for name, paths in originals.items():
             parts = [found for path in paths if (found := self._dotted.get((denoiser, path))) is not None]
             if len(parts) == len(paths):
                 whole = parts[0] if len(parts) == 1 and paths[0] not in swapped else _joined(name, parts, swapped)
@@ -166,7 +115,7 @@ class Base:
 
 
 def _joined(name: str, parts: Sequence[BaseModule], swapped: Sequence[str]) -> BaseModule:
-    """Return a module of Stability's code that has the outputs of these modules, one after the other."""
+    """Return a module of the authors' code that has the outputs of these modules, one after the other."""
     pieces, end = list[Piece](), 0
     for part in parts:
         begin, end = end, end + part.shape[0]
@@ -187,14 +136,18 @@ def read_base(folder: Path) -> Base:
             for entry in header.tensors
             if entry.name.endswith(_TOKENS) and len(entry.shape) == 2
         }
-        modules, stability, swapped = list(_modules(folder)), dict[str, Sequence[str]](), list[str]()
+        modules, originals, swapped = list(_modules(folder)), dict[str, Sequence[str]](), ["norm_out.linear"]
         if denoiser == UNET:
-            stability = {name: (path,) for name, path in sgm_names(config).items()}
+            originals = {name: (path,) for name, path in sgm_names(config).items()}
         elif config.get("_class_name") == _SD3:
             blocks = int(with_defaults(SD3_RULES, config)["num_layers"])
-            stability, widths = sd3_names(blocks), {}
-            swapped = ["norm_out.linear", f"transformer_blocks.{blocks - 1}.norm1_context.linear"]
-        return Base(modules, denoiser=denoiser, stability=stability, swapped=swapped, token_widths=widths)
+            originals, widths = sd3_names(blocks), {}
+            swapped.append(f"transformer_blocks.{blocks - 1}.norm1_context.linear")
+        elif config.get("_class_name") == _FLUX:
+            filled = with_defaults(FLUX_RULES, config)
+            originals, widths = flux_names(int(filled["num_layers"]), int(filled["num_single_layers"])), {}
+            modules = [replace(module, extends_latent=module.path == _FLUX_INPUTS) for module in modules]
+        return Base(modules, denoiser=denoiser, originals=originals, swapped=swapped, token_widths=widths)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, BadLora) as error:
         raise ConfigError(f"base model {folder} cannot be used: {error}") from None
 
@@ -224,88 +177,3 @@ def _headers(folder: Path) -> Iterator[tuple[str, Header]]:
         for path in sorted((folder / component).glob("*.safetensors")):
             with path.open("rb") as file:
                 yield component, read_header(file)
-
-
-def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the modules' paths in Diffusers, by their names in Stability's code with underscores in place of dots.
-
-    Some of the modules may not exist. Raises KeyError, TypeError or ValueError for an invalid configuration.
-
-    Args:
-        config: Diffusers' configuration of the UNet.
-    """
-    names = {name: path for path, name in _OUTSIDE.items()}
-    for theirs, ours, is_resnet, depth in _places(config):
-        names.update(_resnet(theirs, ours) if is_resnet else _transformer(theirs, ours, depth))
-    names.update(_samplers(config))
-    return names
-
-
-def sd3_names(blocks: int) -> dict[str, Sequence[str]]:
-    """Return paths in Diffusers' transformer of Stable Diffusion 3, by their names in Stability's code.
-
-    Some of the modules may not exist.
-
-    Args:
-        blocks: Number of joint blocks.
-    """
-    names: dict[str, Sequence[str]] = {name: (path,) for name, path in _SD3_OUTSIDE.items()}
-    for number in range(blocks):
-        for name, paths in _SD3_BLOCK.items():
-            names[f"joint_blocks.{number}.{name}"] = [f"transformer_blocks.{number}.{path}" for path in paths]
-    return names
-
-
-def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, int]]:
-    """Yield each resnet and transformer: its names in both codes, whether it is a resnet, and a transformer's depth."""
-    levels = len(config["block_out_channels"])
-    layers = int(config["layers_per_block"])
-    down = _by_level(config.get("transformer_layers_per_block", 1), levels)
-    up = config.get("reverse_transformer_layers_per_block") or down[::-1]
-    for level, kind in enumerate(config["down_block_types"]):
-        for layer in range(layers):
-            at = f"input_blocks_{1 + level * (layers + 1) + layer}"
-            yield f"{at}_0", f"down_blocks.{level}.resnets.{layer}", True, 0
-            if _CROSS in kind:
-                yield f"{at}_1", f"down_blocks.{level}.attentions.{layer}", False, _depth(down[level], layer)
-    yield "middle_block_0", "mid_block.resnets.0", True, 0
-    yield "middle_block_1", "mid_block.attentions.0", False, _depth(down[-1], 0)
-    yield "middle_block_2", "mid_block.resnets.1", True, 0
-    for level, kind in enumerate(config["up_block_types"]):
-        for layer in range(layers + 1):
-            at = f"output_blocks_{level * (layers + 1) + layer}"
-            yield f"{at}_0", f"up_blocks.{level}.resnets.{layer}", True, 0
-            if _CROSS in kind:
-                yield f"{at}_1", f"up_blocks.{level}.attentions.{layer}", False, _depth(up[level], layer)
-
-
-def _samplers(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    levels = len(config["block_out_channels"])
-    layers = int(config["layers_per_block"])
-    for level in range(levels - 1):
-        yield f"input_blocks_{(level + 1) * (layers + 1)}_0_op", f"down_blocks.{level}.downsamplers.0.conv"
-        place = 2 if _CROSS in config["up_block_types"][level] else 1
-        yield f"output_blocks_{level * (layers + 1) + layers}_{place}_conv", f"up_blocks.{level}.upsamplers.0.conv"
-
-
-def _resnet(theirs: str, ours: str) -> dict[str, str]:
-    return {f"{theirs}_{name}": f"{ours}.{path}" for path, name in _RESNET.items()}
-
-
-def _transformer(theirs: str, ours: str, depth: int) -> dict[str, str]:
-    paths = [
-        "norm",
-        "proj_in",
-        "proj_out",
-        *(f"transformer_blocks.{n}.{path}" for n in range(depth) for path in _BLOCK),
-    ]
-    return {f"{theirs}_{path.replace('.', '_')}": f"{ours}.{path}" for path in paths}
-
-
-def _by_level(depth: Any, levels: int) -> list[Any]:
-    return [depth] * levels if isinstance(depth, int) else list(depth)
-
-
-def _depth(level: Any, layer: int) -> int:
-    """Return the depth of one layer's transformer. Pruned models have a list with the depths of a level's layers."""
-    return int(level if isinstance(level, int) else level[layer])

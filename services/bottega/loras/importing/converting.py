@@ -8,6 +8,7 @@ file whose stated alpha would not be used is refused, because the LoRA's strengt
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -156,6 +157,7 @@ def convert(
             named = (family_by_metadata(header.metadata, card)[0] for header in headers)
             stated = next(filter(None, named), "")
             raise of_another_family(error.message, shaped or stated, family) from None
+        _check_once(modules)
         return ConvertedLora(
             modules=modules,
             format=next(parts.format for parts in found.values()),
@@ -163,6 +165,15 @@ def convert(
             note=_contradiction(headers, family, card),
             ignored=tuple(ignored),
         )
+
+
+def _check_once(modules: Sequence[ModuleWeights]) -> None:
+    """Raise BadLora if two modules of the authors' code are partly the same one of Diffusers' network."""
+    for (component, path), count in Counter((module.component, module.path) for module in modules).items():
+        if count > 1:
+            raise BadLora(
+                f"the file changes {component}.{path} twice, by different names: save it with one way of naming"
+            )
 
 
 def of_another_family(reason: str, family: str, base_family: str, *, what: str = "LoRA") -> BadLora:

@@ -70,7 +70,7 @@ def convert_embedding(
         if not base.token_widths:
             reader = family or "the base model"
             raise BadLora(
-                f"it is an embedding (textual inversion), and {reader} reads none, as in Diffusers: use a LoRA instead"
+                f"it is an embedding (textual inversion), and none are served with {reader}: use a LoRA instead"
             )
         _check_encoders(found, base, family)
         own = "" if len(found) > 1 or header.tensors[0].name in _UNNAMED | _ENCODERS.keys() else header.tensors[0].name

@@ -2,7 +2,7 @@
 
 LyCORIS' differences of normalisation layers are full differences of their weights and biases.
 
-A module of Stability's code may be several of Diffusers', such as queries, keys and values. Each of them has a part of
+A module of the authors' code may be several of Diffusers', such as queries, keys and values. Each of them has a part of
 its outputs, which are rows of `up`, while all of them have the same `down`.
 
 Source: PEFT's layers of the same names; LyCORIS' modules. LyCORIS' LoKr ignores alpha if both factors are whole.
@@ -44,6 +44,7 @@ from bottega.loras.importing.arrays import (
     reshaped,
     rows_of,
     transposed,
+    with_more_inputs,
 )
 from bottega.loras.importing.base import BaseModule
 from bottega.loras.importing.naming import Format, Part
@@ -196,8 +197,25 @@ def _lora(found: ModuleParts) -> tuple[dict[str, TensorData], float]:
     down, up = found.read(Part.DOWN), found.read(Part.UP)
     if Part.MID in found.parts:
         down = folded(found.module, down, found.read(Part.MID), ("lora_mid", "lora_down"))
+    if found.module.extends_latent:
+        down = _with_all_inputs(found.module, down)
     down, up = fitted(found.module, down, up)
     return {DOWN: down, UP: up}, product_bound(down, up)
+
+
+def _with_all_inputs(module: BaseModule, down: TensorData) -> TensorData:
+    """Return the factor for all inputs of a module, of which a LoRA for a model with fewer ones changes the first.
+
+    Source: FluxLoraLoaderMixin._maybe_expand_lora_state_dict, which Flux Fill needs for LoRAs of Flux dev.
+    """
+    read = module.shape[1]
+    given = down.shape[1] if len(down.shape) == 2 else read
+    if given > read:
+        raise BadLora(
+            f"{module.name} reads {read} values of each token, and the LoRA changes {given}: it is for a model that "
+            "reads more, such as Flux.1 Fill or one with a control image; add it for that model"
+        )
+    return with_more_inputs(down, read) if 0 < given < read else down
 
 
 def _loha(found: ModuleParts) -> tuple[dict[str, TensorData], float]:

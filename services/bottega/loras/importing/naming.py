@@ -7,7 +7,9 @@ kohya        lora_unet_(path with underscores).lora_down.weight, lora_te1_(...),
 OneTrainer   as kohya, with lora_transformer_(...) for transformers
 LyCORIS      kohya's or PEFT's names with .hada_w1_a, .lokr_w1, .diff, .w_norm and others in place of .lora_down.weight;
              some trainers write lycoris_(...) in place of lora_unet_(...)
-ComfyUI      diffusion_model.(path in Stability's code).lora_up.weight
+ComfyUI      diffusion_model.(path in the authors' code).lora_up.weight; text_encoders.clip_l.transformer.(path)
+fal          base_model.model.(path in Black Forest Labs' code).lora_A.weight, without PEFT's configuration
+XLabs        double_blocks.0.processor.qkv_lora1.down.weight, with 2 for the text; (...).qkv_lora in single_blocks
 
 Names without a component are allowed if all tensors of the file belong to one component.
 
@@ -28,7 +30,17 @@ from bottega.addons.loras.wire.module_parts import CLIP_ENCODERS, COMPONENTS, DE
 from bottega.errors import BadLora
 from bottega.loras.importing.base import Base, BaseModule
 from bottega.model_files.families import family_of
-from bottega.model_files.family_names import FLUX, SD3, SD15, SD21, SDXL, TITLES, TRANSFORMER
+from bottega.model_files.family_names import (
+    CLIP_G_SD3,
+    CLIP_L_SD3,
+    FLUX,
+    SD3,
+    SD15,
+    SD21,
+    SDXL,
+    TITLES,
+    TRANSFORMER,
+)
 from bottega.model_files.json_files import read_json_object
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import TensorEntry
@@ -86,7 +98,10 @@ class Name:
     part: Part
     format: Format
     component: str | None
-    """The component in the name; None if the name has none, and DENOISER if it means either denoising network."""
+    """The component in the name; None if the name has none.
+
+    DENOISER means either denoising network, and T5 that text encoder, whichever place it has in the base model.
+    """
     path: str
     """Path of the module in its component. kohya's names have underscores in place of dots."""
     adapter: str = ""
@@ -112,32 +127,45 @@ _UNSERVED = (
 )
 # How A1111's tools store embeddings beside a LoRA: bundle_emb.<token>.clip_l, or .string_to_param.*.
 _BUNDLED = re.compile(r"^bundle_emb\.(?P<token>[^.]*)\.")
+# Norms of queries and keys, which control LoRAs replace, in Black Forest Labs' names and Diffusers'.
+_CONTROL = re.compile(r"\.(query|key)_norm\.scale$|\.norm_(added_)?[qk]\.weight$")
 _PARTS: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
     (re.compile(r"\.lora_(?P<part>down|up|mid)\.weight$"), {}),
     (re.compile(r"\.lora_(?P<part>[AB])(\.(?P<adapter>[A-Za-z0-9_]+))?\.weight$"), {"A": "down", "B": "up"}),
     (re.compile(r"(\.lora|\.lora_linear_layer|_lora)\.(?P<part>down|up)\.weight$"), {}),
+    (re.compile(r"(?<=_lora[12])\.(?P<part>down|up)\.weight$"), {}),
     (re.compile(r"(\.lora|\.lora_linear_layer|_lora)?\.(?P<part>alpha)$"), {}),
     (re.compile(r"\.(?P<part>hada_(w[12]_[ab]|t[12])|lokr_(w[12](_[ab])?|t2)|diff(_b)?|[wb]_norm|dora_scale)$"), {}),
     (re.compile(r"\.(?P<part>lora_magnitude_vector)(\.(?!weight$)(?P<adapter>[A-Za-z0-9_]+))?(\.weight)?$"), {}),
 )
-# The component of names that mean the denoising network of whichever kind the base model has.
-DENOISER = "denoiser"
+# The component of names that mean the denoising network of whichever kind the base model has; the same for T5.
+DENOISER, T5 = "denoiser", "t5"
 _KOHYA = (
     ("lora_unet_", DENOISER),
     ("lora_transformer_", TRANSFORMER),
     ("lycoris_", DENOISER),
     ("lora_te1_", "text_encoder"),
     ("lora_te2_", "text_encoder_2"),
-    ("lora_te3_", "text_encoder_3"),
+    ("lora_te3_", T5),
     ("lora_te_", "text_encoder"),
 )
-_COMFYUI = "diffusion_model"
+_DOTTED = (
+    *((f"{component}.", component) for component in COMPONENTS),
+    ("diffusion_model.", DENOISER),
+    (CLIP_L_SD3, "text_encoder"),
+    (CLIP_G_SD3, "text_encoder_2"),
+    ("text_encoders.t5xxl.transformer.", T5),
+)
 _PEFT = "base_model.model."
+# Without a configuration. Diffusers takes their alphas for their ranks, as fal's trainer does.
+_FAL = re.compile(
+    r"^base_model\.model\.(double_blocks|single_blocks|final_layer|img_in|txt_in|time_in|vector_in|guidance_in)\b"
+)
 _PROCESSOR = ".processor."
 _TEXT_MODEL = "text_model"
-# Names of blocks in Stability's code and in Diffusers.
-_STABILITY_BLOCKS = re.compile(r"input_blocks|middle_block|output_blocks|joint_blocks")
-_DIFFUSERS_BLOCKS = re.compile(r"down_blocks|mid_block|up_blocks|^transformer_blocks")
+# Names of blocks in the authors' code and in Diffusers.
+_ORIGINAL_BLOCKS = re.compile(r"input_blocks|middle_block|output_blocks|joint_blocks|^(double|single)_blocks")
+_DIFFUSERS_BLOCKS = re.compile(r"down_blocks|mid_block|up_blocks|^(single_)?transformer_blocks")
 _OF_DENOISERS = frozenset({DENOISER, *DENOISERS, None})
 # The first versions of Diffusers named a text encoder's projections like the UNet's.
 _OLD_TEXT = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
@@ -151,6 +179,12 @@ def refuse_unserved(names: Sequence[str]) -> None:
         raise BadLora(
             f"the file bundles embeddings of the tokens {tokens} with a LoRA: save each in a file of its own, its "
             "tensors without the start bundle_emb.TOKEN., and add the LoRA without them"
+        )
+    control = next((name for name in names if _CONTROL.search(name)), None)
+    if control is not None:
+        raise BadLora(
+            "the file is a control LoRA, such as those of FLUX.1 Canny and Depth, which make the model read a control "
+            f"image and are not supported: use a ControlNet instead (it has {excerpt(control, 120)})"
         )
     for kind, pattern in _UNSERVED:
         found = next((name for name in names if pattern.search(name)), None)
@@ -182,7 +216,7 @@ def refuse_two_ways(names: Iterable[Name]) -> None:
     if len(adapters) > 1:
         listed = ", ".join(excerpt(adapter or "one without a name", 40) for adapter in sorted(adapters)[:4])
         raise BadLora(f"the file has several adapters ({listed}): save each in a file of its own")
-    for one, other in (("kohya", "path"), ("with a component", "without a component"), ("stability", "diffusers")):
+    for one, other in (("kohya", "path"), ("with a component", "without a component"), ("original", "diffusers")):
         if one in seen and other in seen:
             listed = " and ".join(excerpt(seen[way].text, 120) for way in (one, other))
             raise BadLora(f"the file names modules in two ways, {listed}: save it with one way of naming")
@@ -196,7 +230,7 @@ def module_of(name: Name, base: Base, component: str | None) -> BaseModule | Non
         base: The base model.
         component: The only component to which the file's tensors belong; None if there are several.
     """
-    chosen = base.denoiser if name.component == DENOISER else name.component or component
+    chosen = {DENOISER: base.denoiser, T5: base.t5}.get(name.component or "", name.component) or component
     if chosen is None or component not in {None, chosen}:
         return None
     if name.is_flat:
@@ -207,7 +241,7 @@ def module_of(name: Name, base: Base, component: str | None) -> BaseModule | Non
 def trained_path(name: Name, module: BaseModule) -> str:
     """Return the module's path in the trainer's network, which the patterns in PEFT's configuration match."""
     if module.component not in CLIP_ENCODERS:
-        return module.path
+        return module.path if name.is_flat else name.path
     prefixed = name.path.startswith((f"{_TEXT_MODEL}.", f"{_TEXT_MODEL}_"))
     return next(
         path for path in spellings(module.component, module.path) if path.startswith(f"{_TEXT_MODEL}.") == prefixed
@@ -219,18 +253,18 @@ def _named(text: str, module: str, part: Part, adapter: str) -> Name:
         if module.startswith(prefix):
             path = module.removeprefix(prefix)
             return Name(text=text, part=part, format=Format.KOHYA, component=component, path=path)
-    kind = Format.PEFT if module.startswith(_PEFT) else Format.DIFFUSERS
+    kind = Format.PEFT if module.startswith(_PEFT) and not _FAL.search(module) else Format.DIFFUSERS
     path = module.removeprefix(_PEFT).replace(_PROCESSOR, ".")
-    head, _, rest = path.partition(".")
-    if head in COMPONENTS or head == _COMFYUI:
-        component = DENOISER if head == _COMFYUI else head
-        return Name(text=text, part=part, format=kind, component=component, path=rest, adapter=adapter)
+    for prefix, component in _DOTTED:
+        if path.startswith(prefix):
+            path = path.removeprefix(prefix)
+            return Name(text=text, part=part, format=kind, component=component, path=path, adapter=adapter)
     return Name(text=text, part=part, format=kind, component=None, path=path, adapter=adapter)
 
 
 def _ways(name: Name) -> Iterator[str]:
-    if name.component in _OF_DENOISERS and _STABILITY_BLOCKS.search(name.path):
-        yield "stability"
+    if name.component in _OF_DENOISERS and _ORIGINAL_BLOCKS.search(name.path):
+        yield "original"
     elif name.component in _OF_DENOISERS and _DIFFUSERS_BLOCKS.search(name.path):
         yield "diffusers"
     if name.is_flat:
@@ -297,7 +331,7 @@ def family_by_shapes(entries: Iterable[tuple[TensorEntry, Name | None]]) -> str:
         if name.component != TRANSFORMER and _CROSS_ATTENTION.search(name.path) and width in FAMILY_OF_WIDTH:
             return FAMILY_OF_WIDTH[width]
     components = {name.component for _, name in known}
-    if "text_encoder_2" in components and not components & {TRANSFORMER, "text_encoder_3"}:
+    if "text_encoder_2" in components and not components & {TRANSFORMER, "text_encoder_3", T5}:
         return TITLES[SDXL]
     return ""
 

@@ -76,6 +76,8 @@ class EngineLoras(EngineAddOn):
         self.row_weights = self.weights
         self.probes = {"patch": patch_probe}
         self.embeddings = PromptEmbeddings(model)
+        self.pipeline = model.family.pipeline
+        """Diffusers' pipeline of the model's family, whose loader reads LoRAs in its own way."""
         self._model = model
         self._source = source
         self._timeout_s = timeout_s

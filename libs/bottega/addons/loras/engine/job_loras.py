@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from google.protobuf.message import DecodeError
@@ -210,7 +210,9 @@ class JobLoras(JobAddOn):
             for request in self._requests:
                 request.loras, request.loras_from = self.loras, self.step
             self.decision = LoraDecision(step=self.step).SerializeToString()
-            self._unlike_stock = tuple(_unlike_stock(handle) for handle in self.handles[: len(self.specs)])
+            self._unlike_stock = tuple(
+                _unlike_stock(handle, self.addon.pipeline) for handle in self.handles[: len(self.specs)]
+            )
             self._release()
         under_way = [request for request in self._requests if not request.done]
         self._note_wait(bool(under_way) and all(map(self.blocks, under_way)), now_s)
@@ -352,11 +354,13 @@ class JobLoras(JobAddOn):
             self._waiting_since_s = None
 
 
-def _unlike_stock(handle: LoraHandle) -> _UnlikeStock:
+def _unlike_stock(handle: LoraHandle, pipeline: Any) -> _UnlikeStock:
     components = {name: handle.layers(name) for name in COMPONENTS}
     return _UnlikeStock(
-        mixed_alphas=any(has_mixed_alphas(layers) for layers in components.values()),
-        left_out=tuple(what for name, layers in components.items() for what in left_out_by_stock(name, layers)),
+        mixed_alphas=any(has_mixed_alphas(pipeline, layers) for layers in components.values()),
+        left_out=tuple(
+            what for name, layers in components.items() for what in left_out_by_stock(pipeline, name, layers)
+        ),
         low_rank=all(is_only_low_rank(layers) for layers in components.values()),
         ignored=handle.ignored,
     )

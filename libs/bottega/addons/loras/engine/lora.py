@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from diffusers.loaders import FluxLoraLoaderMixin
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,7 +23,6 @@ from bottega.addons.loras.wire.module_parts import (
     MAGNITUDE,
     NORM,
     SCALE,
-    TEXT_ENCODERS,
     UP,
     UP2,
     VECTORS,
@@ -32,7 +32,9 @@ from bottega.engine.spans import StoreWork
 from bottega.model.rows import Difference
 from bottega.v1.fleet_pb2 import ServiceAddress
 
-_T5 = TEXT_ENCODERS[2]
+# Modules outside of blocks that stock Diffusers' loader ignores in kohya's files.
+_UNET_OUTSIDE = ("add_embedding",)
+_FLUX_OUTSIDE = ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out")
 NORMS = (nn.LayerNorm, nn.GroupNorm)
 """Normalisation layers, whose output is linear in their weight and bias."""
 
@@ -77,11 +79,17 @@ def make_layer(parts: Mapping[str, Tensor], scale: float) -> LoraLayer | WholeLa
     return WholeLayer(parts=parts, scale=scale)
 
 
-def has_mixed_alphas(layers: Layers) -> bool:
-    """Return whether modules of one component have different alphas (scale times rank).
+def has_mixed_alphas(pipeline: Any, layers: Layers) -> bool:
+    """Return whether modules of a component have different alphas, and stock Diffusers uses one for all.
 
-    For kohya's files, stock Diffusers uses the most frequent alpha for all modules.
+    For kohya's files, it uses the most frequent alpha (scale times rank), except with Flux.1.
+
+    Args:
+        pipeline: The pipeline of the model's family.
+        layers: The component's layers.
     """
+    if issubclass(pipeline, FluxLoraLoaderMixin):
+        return False
     alphas = [layer.scale * layer.down.shape[0] for layer in layers.values() if isinstance(layer, LoraLayer)]
     # The tolerance is needed because scales are stored in single precision.
     return any(not math.isclose(alpha, alphas[0], rel_tol=1e-5) for alpha in alphas)
@@ -92,18 +100,24 @@ def is_only_low_rank(layers: Layers) -> bool:
     return all(isinstance(layer, LoraLayer) and layer.bias is None for layer in layers.values())
 
 
-def left_out_by_stock(component: str, layers: Layers) -> Iterator[str]:
+def left_out_by_stock(pipeline: Any, component: str, layers: Layers) -> Iterator[str]:
     """Yield the names of modules of a component that stock Diffusers' loader ignores in kohya's files.
 
-    Diffusers 0.42 ignores tensors named lora_unet_add_embedding_..., a text encoder's attention without an out_proj,
-    and in all files T5.
+    Diffusers 0.42 ignores tensors named lora_unet_add_embedding_..., Flux.1's layers outside of blocks, a text
+    encoder's attention without an out_proj, and in all files T5.
+
+    Args:
+        pipeline: The pipeline of the model's family.
+        component: The component.
+        layers: Its layers.
     """
-    if component in DENOISERS:
-        if any(path.startswith("add_embedding.") for path in layers):
-            yield f"{component}.add_embedding"
-        return
-    if component == _T5 and layers:
+    if layers and component not in pipeline._lora_loadable_modules:
         yield component
+    if component in DENOISERS:
+        outside = _FLUX_OUTSIDE if issubclass(pipeline, FluxLoraLoaderMixin) else _UNET_OUTSIDE
+        changed = {path.partition(".")[0] for path in layers}
+        yield from (f"{component}.{name}" for name in outside if name in changed)
+        return
     attention = {path.rpartition(".")[2] for path in layers if ".self_attn." in path}
     if attention and "out_proj" not in attention:
         yield f"{component}.self_attn"

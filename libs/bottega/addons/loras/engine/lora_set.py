@@ -144,7 +144,7 @@ def _module_changes(uses: Sequence[LoraAtScale], component: str, network: nn.Mod
         module = _module(modules.get(path), f"{component}.{path}")
         for layer, _ in layers:
             for why in _misfits(layer, module):
-                raise LoraUnusable(f"a LoRA does not fit {component}.{path}: {why}")
+                raise LoraUnusable(f"a LoRA does not fit {component}.{path}: {why}; add it for this model")
         yield _ModuleChange(
             path=path,
             weight=module.weight,
@@ -163,7 +163,8 @@ def _module(module: nn.Module | None, path: str) -> _Module:
     if isinstance(module, NORMS) and module.weight is not None:
         return module
     raise LoraUnusable(
-        f"the model has no linear, plain convolution or normalisation layer {path}, which a LoRA changes"
+        f"the model has no linear, plain convolution or normalisation layer {path}, which a LoRA changes; add it for "
+        "this model"
     )
 
 

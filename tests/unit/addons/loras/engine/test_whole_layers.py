@@ -337,4 +337,4 @@ def test_a_layer_that_does_not_fit_is_refused_with_the_reason(layer: LoraLayer |
     use = LoraAtScale(digest="a", scale=1.0, layers={UNET: {"0": layer}})
     with pytest.raises(LoraUnusable) as refused:
         make_set([use], {UNET: network}, [UNET])
-    assert refused.value.message == says
+    assert refused.value.message == f"{says}; add it for this model"

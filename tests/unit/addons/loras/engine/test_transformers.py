@@ -1,8 +1,8 @@
-"""LoRAs of Stable Diffusion 3 draw what stock Diffusers draws: of every layout, mixed in one batch, late, in half."""
+"""LoRAs of transformers draw what stock Diffusers draws: of every layout, mixed in one batch, late, in half."""
 
 from __future__ import annotations
 
-import io
+import functools
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,24 +15,28 @@ import torch
 from torch import Tensor
 
 from bottega.addons.loras.engine import Layers
-from bottega.addons.loras.wire import canonical
 from bottega.engine.job import EngineOrder
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import LoraUnusable
-from bottega.loras.importing.base import read_base
-from bottega.loras.importing.converting import convert, sources
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
+from tests.samples.edits import box_mask, edit_order, template
 from tests.samples.engine_loras import LorasByHand, lora_spec, random_layers
 from tests.samples.family_models import SIZE, FamilyStock, family_model
-from tests.samples.lora_files import canonical_layers, delta
-from tests.samples.sd3_loras import LAYOUTS, READ_BY_STOCK, Sd3Lora, diffusers_file, random_lora
+from tests.samples.lora_files import delta, imported_layers, save
+from tests.samples.transformer_loras import (
+    LAYOUTS,
+    ONLY_FLUX,
+    READ_BY_STOCK,
+    TransformerLora,
+    diffusers_file,
+    random_lora,
+)
 from tests.support.engines import TOGETHER, FixedCosts, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.slow_cases import in_every_run
 from tests.support.stock import assert_close, assert_same_image
 
-FAMILY = "SD 3.5"
 SPEC = ResolvedSpec(
     prompt="a big red star on the left",
     num_inference_steps=2,
@@ -41,23 +45,22 @@ SPEC = ResolvedSpec(
     seed=3,
     sampler=SamplerKind.FLOW_MATCH_EULER,
 )
-_T5 = "text_encoder_3"
+_T5 = {"SD 3.5": "text_encoder_3", "Flux dev": "text_encoder_2"}
+families = pytest.mark.parametrize("family", _T5)
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load(family_model(FAMILY))
+@functools.cache
+def model_of(family: str) -> Model:
+    return load(family_model(family))
 
 
-@pytest.fixture(scope="module")
-def stock() -> FamilyStock:
-    return FamilyStock(FAMILY)
+@functools.cache
+def stock_of(family: str) -> FamilyStock:
+    return FamilyStock(family)
 
 
-def imported(path: Path) -> Mapping[str, Layers]:
-    file = io.BytesIO()
-    canonical.write(file, convert(sources(path), base=read_base(family_model(FAMILY))).modules)
-    return canonical_layers(file.getvalue())
+def imported(family: str, path: Path) -> Mapping[str, Layers]:
+    return imported_layers(family_model(family), path)
 
 
 def order_of(scales: Mapping[str, float], key: str = "it", *, bound: int = 0, **changes: Any) -> EngineOrder:
@@ -66,13 +69,13 @@ def order_of(scales: Mapping[str, float], key: str = "it", *, bound: int = 0, **
 
 
 @contextmanager
-def with_t5(stock: FamilyStock, lora: Sd3Lora, scale: float) -> Iterator[None]:
+def with_t5(stock: FamilyStock, lora: TransformerLora, scale: float) -> Iterator[None]:
     """Add a LoRA to the weights of stock's T5, of which stock loads none."""
-    encoder = stock.text.text_encoder_3
+    encoder = getattr(stock.text, _T5[stock.family])
     before = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
     with torch.no_grad():
         for (component, path), (down, up) in lora.text.items():
-            if component == _T5:
+            if component == _T5[stock.family]:
                 encoder.get_submodule(path).weight += scale * delta(down, up, lora.scale).float()
     yield
     encoder.load_state_dict(before)
@@ -106,15 +109,17 @@ def weights_of(model: Model) -> dict[str, Tensor]:
     }
 
 
-_PICTURES = [layout for layout in LAYOUTS if layout != "ComfyUI"]
+_PICTURES = [
+    (family, layout) for family in _T5 for layout in LAYOUTS if family.startswith("Flux") or layout not in ONLY_FLUX
+]
+_QUICK = {("SD 3.5", "Diffusers"), ("SD 3.5", "kohya"), ("Flux dev", "kohya")}
 
 
-@pytest.mark.parametrize("layout", in_every_run(_PICTURES, {"Diffusers", "kohya"}))
-def test_a_lora_of_every_layer_draws_what_stock_draws(
-    model: Model, stock: FamilyStock, tmp_path: Path, layout: str
-) -> None:
-    """Where stock has no converter, it loads the same LoRA by Diffusers' names."""
-    lora = random_lora(family_model(FAMILY), seed=1)
+@pytest.mark.parametrize(("family", "layout"), in_every_run(_PICTURES, _QUICK))
+def test_a_lora_of_every_layer_draws_what_stock_draws(tmp_path: Path, family: str, layout: str) -> None:
+    """Where stock's converter knows other widths only, or there is none, it loads the same LoRA by Diffusers' names."""
+    model, stock = model_of(family), stock_of(family)
+    lora = random_lora(family_model(family), seed=1, text=layout not in ONLY_FLUX)
     file = LAYOUTS[layout](lora, tmp_path)
     theirs = file if layout in READ_BY_STOCK else diffusers_file(lora, tmp_path)
     with loaded(stock, {"lora": theirs}), with_t5(stock, lora, 0.8):
@@ -122,7 +127,7 @@ def test_a_lora_of_every_layer_draws_what_stock_draws(
         reference = stock.reference(SPEC)
     before = weights_of(model)
     for merged in (False, True):
-        with easel_of(model, LorasByHand.of({"lora": imported(file)}), merges=merged) as easel:
+        with easel_of(model, LorasByHand.of({"lora": imported(family, file)}), merges=merged) as easel:
             drawing = easel.draw(order_of({"lora": 0.8}))
             assert (lora_weights(easel.engine).patched is not None) is merged
         assert_close(drawing.latents[0], reference.latent)
@@ -130,12 +135,16 @@ def test_a_lora_of_every_layer_draws_what_stock_draws(
         assert drawing.record.exact
     after = weights_of(model)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-    assert [use.stock_may_leave_out for use in drawing.record.provenance.loras] == [[_T5]]
+    (use,) = drawing.record.provenance.loras
+    assert (_T5[family] in use.stock_may_leave_out) is bool(lora.text)
+    assert ("transformer.x_embedder" in use.stock_may_leave_out) is family.startswith("Flux")
 
 
-def test_a_lora_changes_the_picture_by_every_network(model: Model, tmp_path: Path) -> None:
+@families
+def test_a_lora_changes_the_picture_by_every_network(tmp_path: Path, family: str) -> None:
     """Else the test above would not see a network that is left out."""
-    layers = imported(diffusers_file(random_lora(family_model(FAMILY), seed=1), tmp_path))
+    model = model_of(family)
+    layers = imported(family, diffusers_file(random_lora(family_model(family), seed=1), tmp_path))
     without = [{name: some for name, some in layers.items() if name != left_out} for left_out in (*layers, "")]
     loras = {str(number): some for number, some in enumerate(without)}
     with easel_of(model, LorasByHand.of(loras)) as easel:
@@ -148,15 +157,16 @@ def test_a_lora_changes_the_picture_by_every_network(model: Model, tmp_path: Pat
     assert all(difference > 1e-3 for difference in differences.values()), differences
 
 
-def test_unlike_loras_and_plain_rows_share_a_batch_and_one_comes_late(
-    model: Model, stock: FamilyStock, tmp_path: Path
-) -> None:
-    loras = {name: random_lora(family_model(FAMILY), seed=seed, text=False) for seed, name in enumerate("ab")}
+@families
+def test_unlike_loras_and_plain_rows_share_a_batch_and_one_comes_late(tmp_path: Path, family: str) -> None:
+    stock = stock_of(family)
+    loras = {name: random_lora(family_model(family), seed=seed, text=False) for seed, name in enumerate("ab")}
     files = {}
     for name, lora in loras.items():
         (tmp_path / name).mkdir()
         files[name] = diffusers_file(lora, tmp_path / name)
-    source = LorasByHand.of({name: imported(file) for name, file in files.items()} | {"late": imported(files["b"])})
+    layers = {name: imported(family, file) for name, file in files.items()}
+    source = LorasByHand.of(layers | {"late": layers["b"]})
     source.here.remove("late")
     jobs: dict[str, dict[str, float]] = {
         "plain": {},
@@ -169,7 +179,7 @@ def test_unlike_loras_and_plain_rows_share_a_batch_and_one_comes_late(
         for seed, (key, scales) in enumerate(jobs.items())
     ]
     unguided: dict[str, Any] = {"num_inference_steps": 4, "guidance_scale": 1.0}
-    with easel_of(model, source) as easel:
+    with easel_of(model_of(family), source) as easel:
         late = easel.submit(order_of({"late": 0.9}, "late", bound=3, **unguided))
         for order in orders:
             easel.submit(order)
@@ -197,12 +207,13 @@ def test_unlike_loras_and_plain_rows_share_a_batch_and_one_comes_late(
         assert_close(late.latents[0], stock.latent(spec, after_step=switch))
 
 
-def test_in_half_precision_a_picture_with_loras_has_the_bits_of_stock(tmp_path: Path) -> None:
-    lora = random_lora(family_model(FAMILY), seed=1)
-    lora = replace(lora, text={part: factors for part, factors in lora.text.items() if part[0] != _T5})
+@families
+def test_in_half_precision_a_picture_with_loras_has_the_bits_of_stock(tmp_path: Path, family: str) -> None:
+    lora = random_lora(family_model(family), seed=1)
+    lora = replace(lora, text={part: factors for part, factors in lora.text.items() if part[0] != _T5[family]})
     file, dtype = diffusers_file(lora, tmp_path), torch.bfloat16
-    stock, source = FamilyStock(FAMILY, dtype), LorasByHand.of({"lora": imported(file)})
-    easel = ManualEngine(make_engine(load(family_model(FAMILY), dtype=dtype), TOGETHER, loras=source))
+    stock, source = FamilyStock(family, dtype), LorasByHand.of({"lora": imported(family, file)})
+    easel = ManualEngine(make_engine(load(family_model(family), dtype=dtype), TOGETHER, loras=source))
     drawing = easel.draw(order_of({"lora": 0.8}))
     with loaded(stock, {"lora": file}):
         stock.text.set_adapters(["lora"], [0.8])
@@ -210,7 +221,25 @@ def test_in_half_precision_a_picture_with_loras_has_the_bits_of_stock(tmp_path: 
     assert drawing.record.exact
 
 
-def test_a_lora_of_a_unet_fails_its_job_with_the_reason(model: Model) -> None:
+def test_fill_draws_with_a_lora_of_dev_what_stock_draws(tmp_path: Path) -> None:
+    """Stock, too, adds zeros for the mask and the image that dev's transformer does not read."""
+    family, generator = "Flux Fill", torch.Generator().manual_seed(1)
+    down, up = torch.randn(2, 64, generator=generator), torch.randn(32, 2, generator=generator)
+    name = "transformer.x_embedder"
+    file = save({f"{name}.lora_A.weight": down, f"{name}.lora_B.weight": up}, tmp_path / "a.safetensors")
+    order = order_of({"lora": 0.8}, strength=1.0)
+    image, mask = template(SIZE, SIZE), box_mask((6, 9, 21, 28), SIZE, SIZE)
+    stock = stock_of(family)
+    with loaded(stock, {"lora": file}):
+        stock.text.set_adapters(["lora"], [0.8])
+        theirs = stock.latent(order.spec, image=image, mask=mask)
+    assert not torch.allclose(theirs, stock.latent(order.spec, image=image, mask=mask), atol=1e-3)
+    with easel_of(model_of(family), LorasByHand.of({"lora": imported(family, file)})) as easel:
+        assert_close(easel.draw(edit_order(order.spec, image, mask)).latents[0], theirs)
+
+
+def test_a_lora_of_a_unet_fails_its_job_with_the_reason() -> None:
+    model = model_of("SD 3.5")
     layers = random_layers(model.backbone.network, 1)
     with easel_of(model, LorasByHand.of({"other": {"unet": layers}})) as easel:
         error = easel.draw(order_of({"other": 1.0})).error

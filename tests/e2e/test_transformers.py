@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 from `bottega up` to pictures with LoRAs: those of stock Diffusers, by real processes.
+"""Transformers from `bottega up` to pictures with LoRAs: those of stock Diffusers, by real processes.
 
 One LoRA is in the model's folder, in kohya's layout; another one is added while the suite runs, in Diffusers' layout.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 from bottega.client import Client
 from tests.samples.family_models import SIZE, FamilyStock, family_model
 from tests.samples.lora_files import Part, kohya, save
-from tests.samples.sd3_loras import Sd3Lora, diffusers_file, kohya_file, random_lora
+from tests.samples.transformer_loras import TransformerLora, diffusers_file, kohya_file, random_lora
 from tests.support.running_loras import MODULE
 from tests.support.running_up import Up, running_up
 from tests.support.stock import assert_same_image, pixels_of
@@ -25,21 +26,34 @@ from tests.support.terminal import run
 
 pytestmark = [pytest.mark.slow]
 
-FAMILY = "SD 3 no T5"
+FAMILIES = {"SD 3 no T5": "Stable Diffusion 3", "Flux dev": "Flux.1"}
+"""Models, with the display names of their families."""
 PROMPT = "a big red star on the left"
 DRAW: Mapping[str, Any] = {"num_inference_steps": 4, "guidance_scale": 5.0, "width": SIZE, "height": SIZE}
 SCALES = {"ink": 0.8, "wash": 0.5}
+READ = {"SD 3 no T5": ("text_encoder", "text_encoder_2"), "Flux dev": ("text_encoder",)}
+"""Text encoders that stock Diffusers reads LoRAs for."""
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def loras() -> Mapping[str, Sd3Lora]:
-    return {name: random_lora(family_model(FAMILY), seed=seed) for seed, name in enumerate(SCALES)}
+def loras(family: str) -> Mapping[str, TransformerLora]:
+    """Of the networks that stock Diffusers reads LoRAs for, which T5 is not."""
+    made = {name: random_lora(family_model(family), seed=seed) for seed, name in enumerate(SCALES)}
+    return {
+        name: replace(lora, text={part: text for part, text in lora.text.items() if part[0] in READ[family]})
+        for name, lora in made.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def suite(loras: Mapping[str, Sd3Lora], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    model = tmp_path_factory.mktemp("models") / "sd3"
-    shutil.copytree(family_model(FAMILY), model)
+def suite(family: str, loras: Mapping[str, TransformerLora], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    model = tmp_path_factory.mktemp("models") / "transformer"
+    shutil.copytree(family_model(family), model)
     (model / "loras").mkdir()
     kohya_file(loras["ink"], tmp_path_factory.mktemp("ink")).rename(model / "loras" / "ink.safetensors")
     options = ("--model", model, "--threads", 1, "--device", "cpu", "--dtype", "float32")
@@ -54,7 +68,7 @@ def client(suite: Up) -> Iterator[Client]:
 
 
 def test_pictures_with_and_without_loras_are_stocks(
-    client: Client, suite: Up, loras: Mapping[str, Sd3Lora], tmp_path: Path
+    client: Client, suite: Up, family: str, loras: Mapping[str, TransformerLora], tmp_path: Path
 ) -> None:
     addresses = {"address": suite.record().address, "fleet": suite.record().fleet_address}
     files = {}
@@ -62,8 +76,8 @@ def test_pictures_with_and_without_loras_are_stocks(
         (tmp_path / name).mkdir()
         files[name] = diffusers_file(lora, tmp_path / name)
     added = run("loras", "add", "wash", files["wash"], **addresses)
-    assert "It is for Stable Diffusion 3: all layers of its file match the model" in added.stderr, added.output
-    stock = FamilyStock(FAMILY).text
+    assert f"It is for {FAMILIES[family]}: all layers of its file match the model" in added.stderr, added.output
+    stock = FamilyStock(family).text
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # PEFT: several are meant
         for name, file in files.items():
@@ -81,6 +95,7 @@ def test_pictures_with_and_without_loras_are_stocks(
         assert [use.name for use in drawn.provenance.loras] == list(scales)
 
 
+@pytest.mark.timeout(600)  # Pictures of the default size; a model of Flux.1 cannot say a smaller one.
 def test_how_late_a_lora_may_come_is_measured_and_requests_keep_to_it(client: Client, suite: Up) -> None:
     addresses = {"address": suite.record().address, "fleet": suite.record().fleet_address}
     prompts = [word for letter in "abcd" for word in ("--prompt", f"a star {letter}")]
@@ -91,12 +106,12 @@ def test_how_late_a_lora_may_come_is_measured_and_requests_keep_to_it(client: Cl
     assert drawn.provenance.loras[0].from_step <= bound.max_step
 
 
-def test_what_cannot_be_used_is_refused_with_the_reason(suite: Up, tmp_path: Path) -> None:
+def test_what_cannot_be_used_is_refused_with_the_reason(suite: Up, family: str, tmp_path: Path) -> None:
     addresses = {"address": suite.record().address, "fleet": suite.record().fleet_address}
     tensors, _ = kohya({("unet", MODULE): Part(rank=2)})
     other = run("loras", "add", "other", save(tensors, tmp_path / "other.safetensors"), **addresses)
     assert "nothing in the file matches the base model" in other.stderr
     toy = save({"clip_l": torch.ones(1, 32), "clip_g": torch.ones(1, 32)}, tmp_path / "toy.safetensors")
-    assert "Stable Diffusion 3 reads none" in run("loras", "add", "toy", toy, **addresses).stderr
+    assert f"none are served with {FAMILIES[family]}" in run("loras", "add", "toy", toy, **addresses).stderr
     drawn = run("generate", PROMPT, "--lora", "nothing", "-o", tmp_path / "a.png", **addresses)
     assert "no such LoRA: nothing" in drawn.stderr
