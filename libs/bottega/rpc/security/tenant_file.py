@@ -236,9 +236,9 @@ def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tena
 
 
 def _access_to(path: Path) -> FileAccess:
-    """Return owner, group and mode for the replaced file: the old ones, or the group of a gateway's unit.
+    """Return the owner, group and mode of the file that replaces `path`: those of the old file.
 
-    That group is used if root writes its own file and no group may read the file yet.
+    If root writes a file that it owns and that no group may read yet, the gateway's group gets read access.
     """
     try:
         before = path.stat()

@@ -72,7 +72,7 @@ def connect(
         try:
             dial = _dial_device(offer, backend, devices) if backend.of_devices else _DIALS[backend](offer)
             if offer.sealed and backend.of_devices and not _on_this_host(offer):
-                raise PeerDead("the listener has links between hosts sealed, and those between devices cannot be")
+                raise PeerDead("the listener requires encryption between hosts, and device links cannot encrypt")
             sealed = offer.sealed and backend == Backend.TCP
             sending, receiving = _connections(dial, offer, backend, limits, deadline.sooner(_ATTEMPT_S), sealed=sealed)
         except StaleEpoch:

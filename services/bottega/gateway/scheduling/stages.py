@@ -66,7 +66,7 @@ class StageRoles(AddOn):
         }
 
     def costs(self, job: AddOnJob) -> JobCosts:
-        """Return which workers may get a job. They are the same for jobs of a model with equal needs."""
+        """Return a function that tells which workers may get a job; jobs with the same needs share it."""
         return self._job_costs[needs_encoders(job)]
 
     def unavailable(self, job: AddOnJob) -> NoWorker | None:
