@@ -16,6 +16,8 @@ _PICKLES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
 _PICKLE = "it is pickled, and only safetensors are opened; convert it"
 _BAD_NAME = f"nobody can ask for its name; rename it: {rules.ADAPTER_NAMES}"
 _SAME_NAME = "it has the name of another file or folder here; rename one of them"
+# Of a device. SDXL's ControlNets have half the weights of its UNet, and forward passes as many rows.
+_CONTROLNETS_SHARE = 0.25
 _SAME_NAME_OF_MODELS = "the model {} has an adapter of the same name; rename one of them"
 
 
@@ -43,6 +45,14 @@ def own_loras(model: Path) -> OwnFiles:
     found = [(path.name if path.is_dir() else path.stem, path) for path in entries if _may_be_lora(path)]
     pickles = {path: _PICKLE for path in entries if path.is_file() and path.suffix in _PICKLES}
     return _own_files(found, pickles)
+
+
+def controlnets_share(models: Iterable[Path], servers: int) -> float:
+    """Return the share of a device's memory that ControlNet servers get together beside workers.
+
+    It is 0 if they begin with no ControlNets; those that are added later get what is free then.
+    """
+    return _CONTROLNETS_SHARE if servers and any(own_controlnets(model).hosted for model in models) else 0.0
 
 
 def files_of_models(own: Mapping[str, OwnFiles]) -> OwnFiles:

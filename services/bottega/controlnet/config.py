@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from bottega.config import DeviceName
 from bottega.rpc.server_config import AtLeastOne, DeviceLinksConfig, MemberConfig, NotNegative, Seconds
@@ -45,6 +45,8 @@ class ControlNetEngineConfig:
 
     0: the memory that is free when the engine starts, less a reserve. On a CPU it must be 0.
     """
+    device_memory_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Largest share of the GPU's memory for the engine, if device_memory_mib is 0."""
     budget_bytes: AtLeastOne = 8 << 30
     """Upper bound on the bytes of loaded weights; three quarters of the device's memory if that is less."""
     max_rows: AtLeastOne = 16

@@ -83,7 +83,7 @@ class ControlNetEngineLoop:
         self._channel = channel
         dtype = None if config.dtype == AUTO else DTYPES[config.dtype]
         runtime = use_device(device)
-        memory = open_memory_plan(runtime, config.device_memory_mib)
+        memory = open_memory_plan(runtime, config.device_memory_mib, share=config.device_memory_share)
         weights_bytes = memory.reserve_up_to("ControlNets", config.budget_bytes, share=_WEIGHTS_SHARE)
         self._budget_bytes = weights_bytes
         self._device_memory = DeviceMemoryMeter(runtime, memory)

@@ -10,17 +10,24 @@ _COUNT = ServiceOption(name="controlnet_servers", help="ControlNet server proces
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
     """Return the configuration of a server for the ControlNets in the models' folders and those that are added."""
     # Imported here because the manifest does not need it.
-    from bottega.model_files.own_files import files_of_models, own_controlnets
+    from bottega.model_files.own_files import controlnets_share, files_of_models, own_controlnets
 
     own = files_of_models({model.name: own_controlnets(model.folder) for model in suite.models})
     # All ControlNet servers together get as many cores as a worker.
-    threads = suite.threads_of(suite.options[_COUNT.name], beside=suite.options["workers"])
+    servers = suite.options[_COUNT.name]
+    threads = suite.threads_of(servers, beside=suite.options["workers"])
+    memory_share = controlnets_share([model.folder for model in suite.models], servers) / servers
     return {
         "name": name,
         "gateway": suite.fleet_address,
         "server": suite.server,
         "engine_on_demand": True,
-        "engine": {"device": suite.device, "dtype": suite.dtype, "threads": threads},
+        "engine": {
+            "device": suite.device,
+            "dtype": suite.dtype,
+            "threads": threads,
+            "device_memory_share": memory_share or 1.0,
+        },
         "controlnets": own.hosted,
         "left_out": own.left_out,
         "root": str(suite.state / "controlnets"),

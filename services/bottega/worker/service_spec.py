@@ -8,8 +8,14 @@ _COUNT = ServiceOption(name="workers", help="Worker processes of each model.", d
 
 
 def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
+    # Imported here because the manifest does not need it.
+    from bottega.model_files.own_files import controlnets_share
+
     workers = suite.options[_COUNT.name]
     model = suite.models[int(name.rpartition("-")[2]) % len(suite.models)]
+    folders = [model.folder for model in suite.models]
+    # They have the same device, and ControlNet servers, too.
+    memory_share = (1 - controlnets_share(folders, suite.options.get("controlnet_servers", 0))) / workers
     return {
         "name": name,
         "gateway": suite.fleet_address,
@@ -21,7 +27,7 @@ def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
             "device": suite.device,
             "dtype": suite.dtype,
             "threads": suite.threads_of(workers),
-            "device_memory_share": 1 / workers,  # they have the same device
+            "device_memory_share": memory_share,
             **({"vae": {"folder": suite.vae}} if suite.vae else {}),
         },
     }

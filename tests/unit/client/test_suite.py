@@ -148,8 +148,9 @@ def test_several_models_have_their_workers_and_adapters_in_one_suite(tmp_path: P
     assert [engine["model_name"] for engine in workers] == ["miniature", "ours"] * 2
     assert [engine["model"] for engine in workers[:2]] == ["miniature", str(mine)]
     assert {engine["threads"] for engine in workers} == {max(1, len(os.sched_getaffinity(0)) // 4)}
-    assert {engine["device_memory_share"] for engine in workers} == {0.25}
     loras, nets = configs["loras"], configs["controlnet-0"]
+    assert nets["engine"]["device_memory_share"] == 0.25
+    assert {engine["device_memory_share"] for engine in workers} == {0.75 / 4}, "what the ControlNet server leaves"
     assert loras["bases"] == {"miniature": str(WEIGHTS), "ours": str(mine)}
     bases = dict.fromkeys(("checked", "dusk", "striped"), "miniature") | {"ink": "ours"}
     assert {name: own["base"] for name, own in loras["loras"].items()} == bases
