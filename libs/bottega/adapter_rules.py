@@ -1,15 +1,17 @@
 """Rules of the LoRAs and ControlNets in a spec, and the control modes of ControlNet unions.
 
 A control mode says what an image of a union shows, such as a pose or depth. Names and numbers are those of the
-published unions for SDXL (xinsir's `controlnet-union-sdxl-1.0`, whose first form has the modes up to `segment`). Other
-unions may give the numbers other meanings; a request can give the number itself.
+published unions: for SDXL xinsir's `controlnet-union-sdxl-1.0`, whose first form has the modes up to `segment`, and for
+Flux.1 InstantX's `FLUX.1-dev-Controlnet-Union`. Other unions may give the numbers other meanings; a request can give
+the number itself.
+
+Functions with an argument `base` get the name of the model's layout (`ControlLayout.base`); "" if it is not known.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 
 from bottega.errors import Violation
 from bottega.planning import steps_to_run
@@ -31,7 +33,7 @@ MAX_MODES = 64
 # Profiles of one ControlNet, one per base model.
 MAX_PROFILES = 16
 _MAX_HASH_CHARACTERS = 128
-_NAMES: Sequence[tuple[str, ...]] = (
+_OF_SDXL: Sequence[tuple[str, ...]] = (
     ("openpose",),
     ("depth",),
     ("hed", "pidi", "scribble", "ted"),
@@ -41,57 +43,80 @@ _NAMES: Sequence[tuple[str, ...]] = (
     ("tile",),
     ("repaint",),
 )
-_NUMBERS: Mapping[str, int] = MappingProxyType(
-    {name: number for number, names in enumerate(_NAMES) for name in names}
-    | {str(number): number for number in range(MAX_MODES)}
+_OF_FLUX: Sequence[tuple[str, ...]] = (
+    ("canny",),
+    ("tile",),
+    ("depth",),
+    ("blur",),
+    ("pose", "openpose"),
+    ("gray",),
+    ("low_quality",),
 )
+_NUMBERS = frozenset(map(str, range(MAX_MODES)))
 
 
-def mode_number(mode: str) -> int | None:
+def mode_number(mode: str, base: str = "") -> int | None:
     """Return the number of a mode that is given by name or number; None if there is no such mode."""
-    return _NUMBERS.get(mode)
+    if mode in _NUMBERS:
+        return int(mode)
+    return next((number for number, names in enumerate(_named(base)) if mode in names), None)
 
 
-def mode_name(number: int) -> str:
-    """Return the first name of a mode, or its number if it has none."""
-    return _NAMES[number][0] if number < len(_NAMES) else str(number)
+def is_mode(mode: str) -> bool:
+    """Return whether a union of any kind has a mode of this name or number."""
+    return mode in _NUMBERS or any(mode in names for names in (*_OF_SDXL, *_OF_FLUX))
 
 
-def mode_names(count: int) -> str:
-    """Return the first names of the modes of a union that has `count`, for lists."""
-    names = [mode_name(number) for number in range(min(count, len(_NAMES)))]
-    return ", ".join([*names, *_unnamed(count)])
+def mode_names(count: int, base: str = "") -> str:
+    """Return the first names of the modes of a union that has `count`, for lists; their numbers if `base` is ""."""
+    names = [names[0] for names in (_named(base) if base else ())[:count]]
+    return ", ".join([*names, *_numbers(len(names), count)])
 
 
-def list_modes(count: int = len(_NAMES)) -> str:
-    """Return the names and numbers of the first `count` modes, for errors."""
-    named = [f"{number} ({', '.join(names)})" for number, names in enumerate(_NAMES[:count])]
-    return ", ".join([*named, *_unnamed(count)])
+def list_modes(count: int | None = None, base: str = "") -> str:
+    """Return the names and numbers of the first `count` modes, for errors; None for those that have a name."""
+    named = [f"{number} ({', '.join(names)})" for number, names in enumerate(_named(base)[:count])]
+    return ", ".join([*named, *_numbers(len(named), count or 0)])
 
 
-def refused_mode(name: str, mode: int | None, modes: int) -> str:
+def refused_mode(name: str, mode: int | str | None, modes: int, base: str) -> str:
     """Return why a ControlNet cannot be used with a mode; empty if it can.
 
     Args:
         name: Name of the ControlNet.
-        mode: The mode of an image; None if the request gives none.
+        mode: The mode of an image, by number or as the request gives it; None if it gives none.
         modes: Number of modes that the ControlNet has; 0 if it is not a union.
+        base: Name of the model's layout.
     """
     if mode is None:
-        return f"ControlNet {name} is a union and needs a control_mode: {list_modes(modes)}" if modes else ""
+        return f"ControlNet {name} is a union and needs a control_mode: {list_modes(modes, base)}" if modes else ""
     if not modes:
         return (
-            f"ControlNet {name} is not a union and has no control_mode {mode_name(mode)}; leave it out. "
-            f"Unions have the modes {list_modes()}"
+            f"ControlNet {name} is not a union and has no control_mode {mode}; leave it out. "
+            f"Unions have the modes {list_modes(base=base)}"
         )
-    if mode >= modes:
-        return f"ControlNet {name} has no control_mode {mode}; it has {list_modes(modes)}"
+    number = mode_number(str(mode), base)
+    if number is None or number >= modes:
+        return f"ControlNet {name} has no control_mode {mode}; it has {list_modes(modes, base)}"
     return ""
 
 
-def share_union(nets: Sequence[ControlNet]) -> bool:
-    """Return whether all control images are for one union ControlNet, which processes them in one forward pass."""
-    return len(nets) > 1 and all(net.control_mode and net.name == nets[0].name for net in nets)
+def check_union_images(nets: Sequence[tuple[str, bool]], base: str) -> Iterator[Violation]:
+    """Check that several images of one union for a UNet, which computes them together, are a request's only ones.
+
+    A union with one image may be combined with other ControlNets. Diffusers' union pipelines do not combine them; here
+    the residuals of all are added, as its MultiControlNetModel does.
+
+    Args:
+        nets: Name of each ControlNet, and whether its image has a mode.
+        base: Name of the model's layout.
+    """
+    if _FLUX_BASE in base or len(set(nets)) == 1:
+        return
+    for index, net in enumerate(nets):
+        if net[1] and net in nets[:index]:
+            rule = "several images of one union cannot be combined with another ControlNet"
+            yield Violation(field=f"spec.controlnets[{index}].name", description=rule)
 
 
 def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
@@ -100,8 +125,7 @@ def check_controlnets(spec: GenerationSpec) -> Iterator[Violation]:
         yield Violation(field="spec.controlnets", description=f"at most {MAX_ADAPTERS}")
     for index, net in enumerate(spec.controlnets[:MAX_ADAPTERS]):
         yield from _check_controlnet(f"spec.controlnets[{index}]", net)
-    if spec.controlnets:
-        yield from _check_modes(spec.controlnets[:MAX_ADAPTERS], "spec.controlnets")
+    yield from _check_modes(spec.controlnets[:MAX_ADAPTERS])
 
 
 def check_loras(spec: GenerationSpec) -> Iterator[Violation]:
@@ -205,43 +229,17 @@ def _check_controlnet(path: str, net: ControlNet) -> Iterator[Violation]:
         yield Violation(field=f"{path}.control_guidance_start", description=rule)
 
 
-def _check_modes(nets: Sequence[ControlNet], path: str) -> list[Violation]:
-    """Return the violations in the modes of a request's ControlNets.
-
-    A union with one image may be combined with other ControlNets. Diffusers' union pipelines do not combine them; here
-    the residuals of all are added, as its MultiControlNetModel does.
-
-    Args:
-        path: Name of the list in errors.
-    """
-    wrong = [
-        Violation(field=f"{path}[{index}].control_mode", description=f"must be one of {list_modes()}")
-        for index, net in enumerate(nets)
-        if net.control_mode and mode_number(net.control_mode) is None
-    ]
-    if share_union(nets):
-        return wrong + _check_images(nets, path)
+def _check_modes(nets: Sequence[ControlNet]) -> Iterator[Violation]:
+    """Check the modes of a request's ControlNets, as far as they do not depend on the model."""
+    together = all(net.control_mode and net.name == nets[0].name for net in nets)
     for index, net in enumerate(nets):
-        if net.control_mode and any(other.name == net.name and other.control_mode for other in nets[:index]):
-            rule = "several images of one union cannot be combined with another ControlNet"
-            wrong.append(Violation(field=f"{path}[{index}].name", description=rule))
-    return wrong
-
-
-def _unnamed(count: int) -> Sequence[str]:
-    """Return the numbers without names among the first `count`, as one range."""
-    numbers = range(len(_NAMES), count)
-    return [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 1 else [str(number) for number in numbers]
-
-
-def _check_images(nets: Sequence[ControlNet], path: str) -> list[Violation]:
-    """Return the violations in the images of one union."""
-    wrong = []
-    for index, net in enumerate(nets):
-        if net.guess_mode != nets[0].guess_mode:
+        path = f"spec.controlnets[{index}]"
+        if net.control_mode and not is_mode(net.control_mode):
+            rule = f"must be one of {list_modes()}; with Flux.1 {list_modes(base=_FLUX_BASE)}"
+            yield Violation(field=f"{path}.control_mode", description=rule)
+        if together and net.guess_mode != nets[0].guess_mode:
             rule = "must be that of the first image: a union computes its images together"
-            wrong.append(Violation(field=f"{path}[{index}].guess_mode", description=rule))
-    return wrong
+            yield Violation(field=f"{path}.guess_mode", description=rule)
 
 
 def check_residual_profile(path: str, profile: ResidualProfile) -> Iterator[Violation]:
@@ -252,3 +250,18 @@ def check_residual_profile(path: str, profile: ResidualProfile) -> Iterator[Viol
         yield Violation(field=f"{path}.num_inference_steps", description=f"must be 1 to {MAX_STEPS}")
     if not is_cosine(profile.similarity):
         yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")
+
+
+# Part of the name of the layout of Flux.1's models and ControlNets.
+_FLUX_BASE = " of flux "
+
+
+def _named(base: str) -> Sequence[tuple[str, ...]]:
+    """Return the names of each mode."""
+    return _OF_FLUX if _FLUX_BASE in base else _OF_SDXL
+
+
+def _numbers(first: int, count: int) -> Sequence[str]:
+    """Return the numbers from `first` on among the first `count`, as one range."""
+    numbers = range(first, count)
+    return [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 1 else [str(number) for number in numbers]

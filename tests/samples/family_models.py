@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -43,6 +44,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.miniature import WEIGHTS
 from bottega.model.schedulers import SamplerKind
 from tests.samples.controlnets import stock_options
+from tests.samples.flux_controlnets import FLUX_SHAPE, flux_controlnet
 from tests.samples.sd3_controlnets import SD3_CONTROLNETS, SD3_SHAPE, added_residuals, sd3_controlnet
 from tests.support.shared_folders import written_once
 from tests.support.stock import Reference, pixels_of, said
@@ -115,7 +117,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "mixed batch": frozenset(FAMILIES),
     "mixed sizes": frozenset(_TRANSFORMERS),
     "LoRA": frozenset(FAMILIES),
-    "two ControlNets on servers": frozenset(FAMILIES) - frozenset(_FLUX),
+    "two ControlNets on servers": frozenset(FAMILIES) - {"Flux Fill"},
     "resume on another worker": frozenset(FAMILIES),
     "pair of workers": frozenset(FAMILIES) - _ONE_ROW,
     "cached start": _NOT_INPAINTING,
@@ -182,11 +184,13 @@ def family_model(family: str) -> Path:
 
 @functools.cache
 def control_networks(family: str) -> Sequence[Any]:
-    """Return two random ControlNets for a family. They read neither a mask nor the guidance scale."""
+    """Return two random ControlNets for a family. They read no mask, and only those of Flux dev the guidance scale."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(77)
         if family in _TRANSFORMERS:
             return [sd3_controlnet(**SD3_CONTROLNETS[family]) for _ in range(2)]
+        if family in _FLUX:
+            return [flux_controlnet(guidance_embeds=family == "Flux dev") for _ in range(2)]
         unet = _unet({**_UNETS[family], "in_channels": 4, "time_cond_proj_dim": None, "mid_block_type": _MIDDLE})
         return [_controlnet(unet) for _ in range(2)]
 
@@ -235,18 +239,17 @@ class FamilyStock:
         if networks:
             parts["controlnet"] = list(networks) if len(networks) > 1 else networks[0]
         config = {"force_zeros_for_empty_prompt": True} if is_sdxl(self.family) else {}
-        pipeline = self._kind(kind)(**parts, **{k: v for k, v in self._extra.items() if k not in parts}, **config)
+        made = self._kind(kind)
+        # Not all pipelines of Flux take the parts of an IP-Adapter.
+        parts = {name: part for name, part in parts.items() if name in inspect.signature(made).parameters}
+        pipeline = made(**parts, **{k: v for k, v in self._extra.items() if k not in parts}, **config)
         pipeline.set_progress_bar_config(disable=True)
         asked = self._said(spec, kind)
         if conditions:
             asked = {name: value for name, value in asked.items() if "prompt" not in name} | dict(conditions)
         if networks:
             asked.pop("guidance_rescale", None)
-            asked |= stock_options(spec.controlnets, control_images)
-            if mask is not None or self.family in _TRANSFORMERS:
-                asked["control_image"] = asked.pop("image")
-            if self.family in _TRANSFORMERS:
-                del asked["guess_mode"]
+            asked |= self._controls(spec, control_images, edits=mask is not None)
         if kind == "" or mask is not None or networks or self.family in _FLUX:
             asked |= {"width": spec.width, "height": spec.height}
         if image is not None:
@@ -271,6 +274,18 @@ class FamilyStock:
         """Return the finished latent of a spec, [1, channels, height, width]. The options are those of `reference`."""
         return self.reference(spec, **options).latent
 
+    def _controls(self, spec: ResolvedSpec, images: Sequence[Tensor], *, edits: bool) -> dict[str, Any]:
+        """Return what a spec says of its ControlNets, as arguments of the family's pipelines."""
+        options = stock_options(spec.controlnets, images)
+        if edits or self.family in FLOWS:
+            options["control_image"] = options.pop("image")
+        if self.family in FLOWS:
+            del options["guess_mode"]
+        if self.family in _FLUX:
+            modes = [control.control_mode for control in spec.controlnets]
+            options["control_mode"] = modes if len(modes) > 1 else modes[0]
+        return options
+
     def _said(self, spec: ResolvedSpec, kind: str) -> dict[str, Any]:
         """Return what a spec says of the drawing, as arguments of the family's pipeline of a kind."""
         rescales = is_sdxl(self.family) or (kind in ("", "ControlNet") and self.family not in FLOWS)
@@ -279,11 +294,12 @@ class FamilyStock:
             missing |= {"prompt_2", "negative_prompt_2"}
         more: dict[str, Any] = {}
         if self.family in _FLUX:
-            missing |= {"clip_skip", *(("negative_prompt", "negative_prompt_2") if reads_mask(self.family) else ())}
+            one_row = reads_mask(self.family) or kind in ("ControlNetImg2Img", "ControlNetInpaint")
+            missing |= {"clip_skip", *(("negative_prompt", "negative_prompt_2") if one_row else ())}
             own = 256 if self.family == "Flux schnell" else 512
             more = {"max_sequence_length": spec.max_sequence_length or own}
-        if takes_true_cfg(self.family):
-            more["true_cfg_scale"] = spec.true_cfg_scale
+            if not one_row:
+                more["true_cfg_scale"] = spec.true_cfg_scale
         return {name: value for name, value in said(spec).items() if name not in missing} | more
 
     def _unpacked(self, latent: Tensor, spec: ResolvedSpec) -> Tensor:
@@ -369,12 +385,7 @@ def _flux_pipeline(family: str, tokenizer: CLIPTokenizer) -> FluxPipeline | Flux
     transformer = FluxTransformer2DModel(
         num_layers=2,
         num_single_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        joint_attention_dim=_T5_WIDTH,
-        pooled_projection_dim=_TEXT,
-        axes_dims_rope=(2, 2, 4),
-        **{"in_channels": 4 * _CHANNELS, **_FLUX[family]},
+        **{**FLUX_SHAPE, **_FLUX[family]},
     )
     encoder, second = _t5()
     made = FluxFillPipeline if reads_mask(family) else FluxPipeline

@@ -228,7 +228,7 @@ def all_finite(model: Model, *tensors: Tensor) -> HostCopy:
 def _with_picture(model: Model, spec: ResolvedSpec, embeds: Embeds) -> Embeds:
     """Add the conditions that depend on the picture, such as its size, and the guidance scale if it is one."""
     picture = dict(model.family.picture_conditions(spec.height, spec.width))
-    if model.backbone.network.config.get("guidance_embeds"):
+    if model.family.distilled_guidance:  # Read by the network, or by ControlNets alone.
         picture[GUIDANCE] = torch.tensor([spec.guidance_scale])
     if model.guidance_width:
         picture[TIMESTEP_COND] = guidance_embedding(spec.guidance_scale, model.guidance_width)

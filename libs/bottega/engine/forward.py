@@ -69,10 +69,10 @@ class ResidualProvider(Protocol):
         """
         ...
 
-    def take(self, row: Row, point: int) -> list[Tensor]:
+    def take(self, row: Row, point: int) -> Sequence[Tensor | None]:
         """Return a row's residuals at one point, scaled and in the order of `row.controls`.
 
-        Each is [channels, height, width].
+        Each is [channels, height, width] or [tokens, width]; None for a ControlNet that has none at the point.
         """
         ...
 
@@ -237,15 +237,15 @@ class Forward:
         blocks = self._backbone.blocks
         self._patience_s = FIRST_RESIDUAL_S if len(blocks) > 1 and blocks[1].needs else 0.0
         """For how long late rows may still hold up others."""
+        self._controlled = [row for row in self._group if row.controls]
 
     def run(self) -> Prediction:
         """Run the forward pass. Raise Unavailable if residuals do not come within RESIDUAL_TIMEOUT_S."""
         network, group = self._network, self._group
         parts = [stack(list(part), self._device) for _, part in groupby(group, key=lambda row: row.size)]
-        controlled = [row for row in group if row.controls]
-        if controlled:
+        if self._controlled:
             with self._clock.waiting():  # ControlNets in this process run now.
-                network.residual_provider.ask(controlled)
+                network.residual_provider.ask(self._controlled)
         self._enter()
         try:
             if isinstance(self._backbone, PackedSd3Backbone):
@@ -271,27 +271,35 @@ class Forward:
 
     def _run_blocks(self, activations: Activations) -> Sequence[Tensor]:
         """Return the prediction [channels, height, width] for each row that has not left."""
-        controlled, first = any(row.controls for row in self._group), True
         self._clock.blocks_begin()
         for index, block in enumerate(self._backbone.blocks):
-            if block.needs and controlled:
-                self._clock.residuals_needed()
-                self._late |= self._wait_for_residuals(block.needs)
-                self._patience_s, first = STRAGGLER_S if first else self._patience_s, False
-                if all(row.owner in self._late for row in self._group if row.owner is not None):
-                    return [activations.hidden] * len(self._group)  # No row is left to go on for.
-                if self._late and not self._network.fixed_rows:
-                    here = [place for place, row in enumerate(self._group) if row.owner not in self._late]
-                    self._select(here, activations)
-                self._add_residuals(block.needs, activations)
+            if not self._control(block.needs, activations):
+                return [activations.hidden] * len(self._group)
             before = activations.hidden
             block.run(activations)
             if index == 0 and self._reuses_steps:
                 self._reuse_steps(before, activations)
                 if not self._group:
                     return []
+        if not self._control(self._backbone.finish_needs, activations):
+            return [activations.hidden] * len(self._group)
         self._keep_steps(activations)
         return list(self._backbone.finish(activations))
+
+    def _control(self, points: tuple[int, ...], activations: Activations) -> bool:
+        """Add the residuals at some points. Return whether any row is left to go on for."""
+        if not points or not self._controlled:
+            return True
+        first = self._clock.residuals_needed()
+        self._late |= self._wait_for_residuals(points)
+        self._patience_s = STRAGGLER_S if first else self._patience_s
+        if all(row.owner in self._late for row in self._group if row.owner is not None):
+            return False
+        if self._late and not self._network.fixed_rows:
+            here = [place for place, row in enumerate(self._group) if row.owner not in self._late]
+            self._select(here, activations)
+        self._add_residuals(points, activations)
+        return True
 
     def _reuse_steps(self, before: Tensor, activations: Activations) -> None:
         """Let the rows leave whose first block has changed little since a step that ran in full.
@@ -371,10 +379,11 @@ class Forward:
                 continue
             for point in points:
                 # Summed first, in the request's order, and added once: Diffusers' order of sums.
-                addends = provider.take(row, point)
-                total = addends[0] if len(addends) == 1 else sum(addends[1:], start=addends[0])
-                # In place: all earlier blocks have read this tensor, and only the next one reads it again.
-                activations.row_of(activations.points[point], index).add_(total)
+                addends = [each for each in provider.take(row, point) if each is not None]
+                if addends:
+                    total = addends[0] if len(addends) == 1 else sum(addends[1:], start=addends[0])
+                    # In place: all earlier blocks have read this tensor, and only the next one reads it again.
+                    activations.row_of(activations.points[point], index).add_(total)
             if provider.is_shared(row):
                 self._shared.add(row.owner)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bottega import rules
+from bottega.adapter_rules import check_union_images
 from bottega.engine.prompt_chunks import weighted_chunks
 from bottega.engine.spec import ResolvedSpec, undrawable
 from bottega.errors import TooLarge, Violation
@@ -121,10 +122,12 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
 def _uncontrolled(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     """Yield a violation for each use of ControlNets that the model's kind does not have."""
     if not model.family.takes_controlnets and spec.controlnets:
-        what = f"must be empty: ControlNets for {model.family.name} are not served yet"
+        what = f"must be empty: this kind of model ({model.family.name}) is served without ControlNets"
         yield Violation(field="spec.controlnets", description=what)
     if spec.strength is not None and spec.edit is None and spec.controlnets and model.family.strength_keeps_steps:
         yield Violation(field="spec.controlnets", description=rules.NO_CONTROLNETS)
+    if model.unet is not None:
+        yield from check_union_images([(net.name, net.control_mode is not None) for net in spec.controlnets], "")
     for index, control in enumerate(spec.controlnets):
         if control.guess_mode and model.unet is None:
             what = f"must be false: there is no guess mode for {model.family.name}"

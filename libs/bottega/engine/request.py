@@ -20,6 +20,7 @@ from bottega.model.model import Model
 from bottega.model.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey
 from bottega.model.samplers import Sampler
 from bottega.model.step_cache import StepCaches
+from bottega.model.vae import encode_dtype
 from bottega.planning import control_steps
 
 
@@ -99,7 +100,9 @@ class Request:
         self.first_evaluation, self.last_evaluation = self._sampler.first_evaluation, self._sampler.evaluations
         """The request is done when `evaluation`, the next one to run, equals the latter."""
         # On the CPU whatever the device is, so that a seed gives the same picture everywhere.
-        self._generator = torch.Generator("cpu").manual_seed(spec.seed + index)
+        self._generator = torch.Generator("cpu")
+        self.control_noise = self._seed()
+        """Noise for the latent of each control image, [1, channels, height, width]; empty if the mean is used."""
         if resume is None:
             self.evaluation, self.latent = self.first_evaluation, self._start(sources)
         else:
@@ -113,9 +116,7 @@ class Request:
         """The step of its checkpoint; `begin` without one."""
         self.estimate = self.latent
         """The last evaluation's estimate of the finished latent. Like `latent`, [1, channels, height, width]."""
-        _, channels, height, width = self.latent.shape
-        tokens = len(conditions.conditional.prompt)
-        self.key = GroupKey(shape=(channels, height, width), tokens=tokens, dtype=model.dtype)
+        self.key = GroupKey(shape=self._shape[1:], tokens=len(conditions.conditional.prompt), dtype=model.dtype)
 
     @property
     def end(self) -> int:
@@ -246,7 +247,7 @@ class Request:
         """
         first = self.first_step_from(steps)
         self._sampler = self._new_sampler(first, restarts=True)
-        self._generator.manual_seed(self.spec.seed + self.index)
+        self._seed()
         shape = tuple(self.latent.shape)
         self._draw(shape)
         self._sampler.skip_noise(first, shape, self._model.dtype, self._generator)
@@ -318,6 +319,12 @@ class Request:
             image=None if self._image is None else self._image[self._model.mask_channels :],
             step_caches=dict(self._step_caches.state()),
         )
+
+    def _seed(self) -> list[Tensor]:
+        """Seed the generator. Return the noise that is drawn first, for control images."""
+        self._generator.manual_seed(self.spec.seed + self.index)
+        count = len(self.spec.controlnets) if self._model.family.draws_control_latents else 0
+        return [self._draw(self._shape, encode_dtype(self._model.vae)) for _ in range(count)]
 
     def _new_sampler(self, begin: int, *, restarts: bool = False) -> Sampler:
         spec, model = self.spec, self._model

@@ -145,11 +145,13 @@ class ForwardClock:
         """Record that the first block begins."""
         self._blocks = self._device.record()
 
-    def residuals_needed(self) -> None:
-        """Record that the next block needs residuals. The first call ends the encoder's time."""
-        if self._encoder is None:
-            assert self._blocks is not None, "`blocks_begin` was called"
-            self._encoder = Span(begin=self._blocks, end=self._device.record())
+    def residuals_needed(self) -> bool:
+        """Record that the next block needs residuals. Return whether this is the first call: the encoder's end."""
+        if self._encoder is not None:
+            return False
+        assert self._blocks is not None, "`blocks_begin` was called"
+        self._encoder = Span(begin=self._blocks, end=self._device.record())
+        return True
 
     def times(self, load_waits_s: float) -> MeasuredTimes:
         """Return the times of the forward pass, which ends now."""

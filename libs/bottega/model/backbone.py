@@ -113,6 +113,8 @@ class Backbone(Protocol):
     """A denoising network in blocks."""
 
     blocks: Sequence[Block]
+    finish_needs: tuple[int, ...]
+    """Residual points that must have been added before `finish`."""
 
     @property
     def spans(self) -> RowSpans | None:

@@ -91,6 +91,13 @@ class ModelFamily:
     """Whether textual inversion embeddings are served."""
     takes_controlnets: bool = True
     """Whether ControlNets are served."""
+    draws_control_latents: bool = False
+    """Whether a request draws a sample of each control image's latent, before its own latent; if not, it is the mean.
+
+    The generator of StableDiffusion3ControlNetPipeline for it has no seed, so that its pictures differ each time.
+    """
+    halves_share_residuals: bool = False
+    """Whether ControlNets compute the conditional half alone, and both halves get its residuals."""
     states_from_end: int
     """Place of these states among all hidden states, counted from the end, with a `clip_skip` of 0; 1 is the last.
 
@@ -313,7 +320,8 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             max_sequence_length=_MAX_T5_TOKENS,
             weighs_words=False,
             takes_embeddings=False,
-            takes_controlnets=False,
+            draws_control_latents=True,
+            halves_share_residuals=True,
             states_from_end=0,
             join=_join_flux,
             picture_conditions=lambda _height, _width: {},
@@ -361,9 +369,10 @@ def _flux_of(family: ModelFamily, transformer: Mapping[str, Any], scheduler: Map
     Source: FluxFillPipeline, and the model card of black-forest-labs/FLUX.1-schnell: 4 steps, no guidance, 256 tokens.
     """
     if transformer.get("out_channels") not in (None, transformer.get("in_channels", 64)):
-        # Its pipeline has no true_cfg_scale.
+        # Its pipeline has no true_cfg_scale, and there is none with ControlNets.
         return replace(
             family,
+            takes_controlnets=False,
             guidance_scale=30.0,
             edit_guidance_scale=30.0,
             edit_strength=1.0,

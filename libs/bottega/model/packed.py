@@ -67,6 +67,8 @@ class PackedSd3Backbone:
     Its predictions equal those of the first one up to the last bits of sums.
     """
 
+    finish_needs: tuple[int, ...] = ()
+
     def __init__(self, plain: Sd3Backbone) -> None:
         self.spans = RowSpans()
         self._plain = plain

@@ -10,8 +10,9 @@ from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any
 
-from bottega.model_files.controlnet_config import TEXT_TIME, AnyNetworkConfig, Sd3NetworkConfig
-from bottega.model_files.family_names import TRANSFORMER, UNET
+from bottega.model_files.controlnet_config import TEXT_TIME, AnyNetworkConfig, NetworkConfig
+from bottega.model_files.family_names import FLUX, SD3, TITLES, TRANSFORMER, UNET
+from bottega.model_files.transformer_rules import FLUX_PATCH
 from bottega.model_files.unet_rules import TIME_IDS
 
 # Limit of the contract.
@@ -47,18 +48,30 @@ class ControlLayout:
 
     For a transformer, width of the tokens and 0, for each block of the model or of the ControlNet.
     """
+    singles: int = 0
+    """How many of the points, the last ones, are of single blocks, which Flux.1 has after the others."""
     patch: int = 0
     """Side of the patches of the latent that are a transformer's tokens; 0 for a UNet."""
+    transformer: str = ""
+    """Family of the models whose transformer it is, such as `flux`; empty for a UNet."""
 
     def __post_init__(self) -> None:
         if not self.points:
             raise ValueError("a layout must have a residual point")
+        if not 0 <= self.singles <= len(self.points):
+            raise ValueError("a layout has more points of single blocks than points")
+
+    @property
+    def doubles(self) -> int:
+        """Number of the points that are not of single blocks."""
+        return len(self.points) - self.singles
 
     @property
     def condition_widths(self) -> dict[str, int]:
         """Width of each condition that the ControlNet reads, by name: of the prompt, and those of `Embeds.added`."""
         if self.patch:
-            return {"prompt": self.context_width, "pooled_projections": self.pooled_width}
+            guidance = {"guidance": 1} if self.transformer == FLUX else {}
+            return {"prompt": self.context_width, "pooled_projections": self.pooled_width, **guidance}
         added = {"text_embeds": self.pooled_width, "time_ids": TIME_IDS} if self.pooled_width else {}
         return {"prompt": self.context_width, **added}
 
@@ -69,7 +82,8 @@ class ControlLayout:
         ControlNets for a transformer may have fewer blocks, and need not read the prompt.
         """
         if self.patch:
-            return f"{self.latent_channels}/{self.patch}x{self.patch} tokens {self.points[0][0]}+{self.pooled_width}"
+            tokens = "tokens" if self.transformer == SD3 else f"tokens of {self.transformer}"
+            return f"{self.latent_channels}/{self.patch}x{self.patch} {tokens} {self.points[0][0]}+{self.pooled_width}"
         points = " ".join(f"{len(list(same))}x{point}" for point, same in groupby(_point_texts(self.points)))
         name = f"{self.latent_channels}/{self.latent_scale} {self.context_width}+{self.pooled_width} {points}"
         if len(name) <= _MAX_BASE_CHARACTERS:
@@ -78,8 +92,11 @@ class ControlLayout:
 
     def misfits(self, base: ControlLayout) -> Iterator[str]:
         """Yield each difference between a ControlNet of this layout and a base model, with the fields that cause it."""
-        if bool(self.patch) != bool(base.patch):
-            ours, theirs = ("a transformer" if layout.patch else "a UNet" for layout in (self, base))
+        if self.transformer != base.transformer:
+            ours, theirs = (
+                f"a transformer of {TITLES.get(kind, kind)}" if kind else "a UNet"
+                for kind in (self.transformer, base.transformer)
+            )
             yield f"it is made for {ours}, and the model is {theirs} (_class_name)"
             return
         for name, field in (_TOKEN_FIELDS if self.patch else _FIELDS).items():
@@ -96,8 +113,11 @@ class ControlLayout:
         ours, theirs = self.points[0][0], base.points[0][0]
         if ours != theirs:
             yield f"its tokens are {ours} wide, the model's {theirs} (attention_head_dim, num_attention_heads)"
-        if len(self.points) > len(base.points):
-            yield f"it has {len(self.points)} residuals, the model {len(base.points)} blocks (num_layers)"
+        if self.doubles > base.doubles:
+            yield f"it has {self.doubles} residuals, the model {base.doubles} blocks (num_layers)"
+        if self.singles > base.singles:
+            what = f"it has {self.singles} residuals of single blocks, the model {base.singles} of these blocks"
+            yield f"{what} (num_single_layers)"
 
     def shapes(self, height: int, width: int) -> list[tuple[int, ...]]:
         """Return the shape of the residual at every point, for a latent of this height and width.
@@ -132,7 +152,7 @@ def read_base_layout(folder: Path) -> ControlLayout:
 
 def controlnet_layout(config: AnyNetworkConfig) -> ControlLayout:
     """Return a ControlNet's layout."""
-    if isinstance(config, Sd3NetworkConfig):
+    if not isinstance(config, NetworkConfig):
         return _layout(config.fields, 0)
     # The control image's embedding halves it between each two of its widths.
     return _layout(config.fields, 2 ** (len(config.conditioning_embedding_out_channels) - 1))
@@ -140,14 +160,19 @@ def controlnet_layout(config: AnyNetworkConfig) -> ControlLayout:
 
 def _layout(config: Mapping[str, Any], latent_scale: int) -> ControlLayout:
     if "joint_attention_dim" in config:  # a transformer
-        width = config["attention_head_dim"] * config["num_attention_heads"]
+        width, singles = config["attention_head_dim"] * config["num_attention_heads"], config.get("num_single_layers")
+        of_flux = singles is not None
+        # Flux Fill's transformer also reads a mask and an image; what it returns has the channels of latents.
+        channels = (config.get("out_channels") or config["in_channels"]) // FLUX_PATCH**2
         return ControlLayout(
-            latent_channels=config["in_channels"],
+            latent_channels=channels if of_flux else config["in_channels"],
             context_width=config["joint_attention_dim"] or 0,
             pooled_width=config["pooled_projection_dim"],
             latent_scale=latent_scale,
-            points=((width, 0),) * config["num_layers"],
-            patch=config["patch_size"],
+            points=((width, 0),) * (config["num_layers"] + (singles or 0)),
+            singles=singles or 0,
+            patch=FLUX_PATCH if of_flux else config["patch_size"],
+            transformer=FLUX if of_flux else SD3,
         )
     pooled = 0
     if config.get("addition_embed_type") == TEXT_TIME:

@@ -35,7 +35,7 @@ _NOT_IMPLEMENTED = (
     FieldRule(
         name="_class_name",
         default="ControlNetModel",
-        values=only("ControlNetModel", "ControlNetUnionModel", "SD3ControlNetModel"),
+        values=only("ControlNetModel", "ControlNetUnionModel", "SD3ControlNetModel", "FluxControlNetModel"),
         why="it is another kind of network",
     ),
     FieldRule(
@@ -43,6 +43,12 @@ _NOT_IMPLEMENTED = (
         default=0,
         values=only(0, None),
         why="it is for inpainting, and reads a mask beside its image",
+    ),
+    FieldRule(
+        name="conditioning_embedding_channels",
+        default=None,
+        values=NULL,
+        why="it reads pixels of its image, as XLabs' do, instead of latents",
     ),
     FieldRule(name="conditioning_channels", default=3, values=only(3), why="its control images are not RGB"),
     FieldRule(name="class_embed_type", default=None, values=NULL, why=_LABELS),
@@ -63,6 +69,7 @@ _Depth = Annotated[int, Field(ge=0, le=64)]
 _Heads = Annotated[int, Field(ge=1, le=1024)]
 _Groups = Annotated[int, Field(ge=1, le=1024)]
 _Factor = Annotated[float, Field(ge=-1000, le=1000)]
+_Axis = Annotated[int, Field(ge=2, le=1024, multiple_of=2)]
 _Epsilon = Annotated[float, Field(ge=0, le=1)]
 _DownBlock = Literal["CrossAttnDownBlock2D", "DownBlock2D"]
 # One entry per level of the encoder: four in Stable Diffusion, three in SDXL.
@@ -78,10 +85,25 @@ _UNION_EMBEDDING = (48, 96, 192, 384)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkConfig:
-    """The arguments of ControlNetModel, with its names and defaults."""
+class _Arguments:
+    """The arguments of a network's class in Diffusers, with its names and defaults."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The arguments by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @property
+    def modes(self) -> int:
+        """Number of control modes; 0 if the network is not a union."""
+        return 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkConfig(_Arguments):
+    """The arguments of ControlNetModel."""
 
     in_channels: Annotated[int, Field(ge=1, le=256)] = 4
     conditioning_channels: Literal[3] = 3
@@ -112,16 +134,6 @@ class NetworkConfig:
     conditioning_embedding_out_channels: _EmbeddingChannels = _EMBEDDING
 
     @property
-    def fields(self) -> dict[str, Any]:
-        """Arguments for the network's class."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    @property
-    def modes(self) -> int:
-        """Number of control modes; 0 if the network is not a union."""
-        return 0
-
-    @property
     def pooled_width(self) -> int:
         """Width of the pooled prompt embeddings; 0 if the conditions are not SDXL's."""
         if self.addition_embed_type != TEXT_TIME:
@@ -131,7 +143,7 @@ class NetworkConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnionConfig(NetworkConfig):
-    """The arguments of ControlNetUnionModel, with its names and defaults. Unions are made for SDXL."""
+    """The arguments of ControlNetUnionModel. These unions are made for SDXL."""
 
     addition_embed_type: Literal["text_time"]
     mid_block_type: Literal["UNetMidBlock2DCrossAttn"] = "UNetMidBlock2DCrossAttn"
@@ -157,10 +169,8 @@ class UnionConfig(NetworkConfig):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Sd3NetworkConfig:
-    """The arguments of SD3ControlNetModel, with its names and defaults."""
-
-    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+class Sd3NetworkConfig(_Arguments):
+    """The arguments of SD3ControlNetModel."""
 
     sample_size: Annotated[int, Field(ge=1, le=MAX_SIDE)] = 128
     patch_size: Annotated[int, Field(ge=1, le=16)] = 2
@@ -182,19 +192,32 @@ class Sd3NetworkConfig:
     force_zeros_for_pooled_projection: bool = True
     """Whether it reads zeros in place of the pooled prompt embeddings, and latents of its image without the shift."""
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Arguments for the network's class."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class FluxNetworkConfig(_Arguments):
+    """The arguments of FluxControlNetModel."""
+
+    patch_size: Literal[1] = 1
+    in_channels: Annotated[int, Field(ge=4, le=1024, multiple_of=4)] = 64
+    """Channels of a token, which is four elements of the latent."""
+    num_layers: Annotated[int, Field(ge=0, le=_MAX_BLOCKS)] = 19
+    num_single_layers: Annotated[int, Field(ge=0, le=_MAX_BLOCKS)] = 38
+    attention_head_dim: Annotated[int, Field(ge=6, le=1024)] = 128
+    num_attention_heads: _Heads = 24
+    joint_attention_dim: _Width = 4096
+    pooled_projection_dim: _Width = 768
+    guidance_embeds: bool = False
+    axes_dims_rope: tuple[_Axis, _Axis, _Axis] = (16, 56, 56)
+    num_mode: Annotated[int, Field(ge=1, le=MAX_MODES)] | None = None
 
     @property
     def modes(self) -> int:
-        """Number of control modes; there are no unions for Stable Diffusion 3."""
-        return 0
+        """Number of control modes."""
+        return self.num_mode or 0
 
 
-AnyNetworkConfig = NetworkConfig | Sd3NetworkConfig
-"""The configuration of a ControlNet for a UNet, or for the transformer of Stable Diffusion 3."""
+AnyNetworkConfig = NetworkConfig | Sd3NetworkConfig | FluxNetworkConfig
+"""The configuration of a ControlNet for a UNet, or for the transformer of Stable Diffusion 3 or Flux.1."""
 
 
 def _adapter_of(text: bytes) -> TypeAdapter[AnyNetworkConfig]:
@@ -205,10 +228,10 @@ def _adapter_of(text: bytes) -> TypeAdapter[AnyNetworkConfig]:
         return _CONFIG
     if not isinstance(fields, dict):
         return _CONFIG
-    if fields.get("_class_name") == "SD3ControlNetModel":
-        return _SD3
-    is_union = fields.get("_class_name") == "ControlNetUnionModel" or fields.get("num_control_type") is not None
-    return _UNION if is_union else _CONFIG
+    name = str(fields.get("_class_name"))
+    if name in _OF_TRANSFORMERS:
+        return _OF_TRANSFORMERS[name]
+    return _UNION if name == "ControlNetUnionModel" or fields.get("num_control_type") is not None else _CONFIG
 
 
 def read_fields(text: bytes) -> Mapping[str, object]:
@@ -247,16 +270,28 @@ def read_network_config(text: bytes) -> AnyNetworkConfig:
         config = _adapter_of(text).validate_json(text)
     except pydantic.ValidationError as error:
         raise _refused(_deepest(error)) from None
-    if broken := list(_broken_sd3(config) if isinstance(config, Sd3NetworkConfig) else _broken(config)):
-        raise _refused(broken)
+    broken = _broken(config) if isinstance(config, NetworkConfig) else _broken_transformer(config)
+    if found := list(broken):
+        raise _refused(found)
     return config
 
 
-def _broken_sd3(config: Sd3NetworkConfig) -> Iterator[tuple[str, str]]:
+def _broken_transformer(config: Sd3NetworkConfig | FluxNetworkConfig) -> Iterator[tuple[str, str]]:
     """Yield the name of a field and the broken rule, for each broken rule between fields."""
     width = config.attention_head_dim * config.num_attention_heads
     if width > _MAX_WIDTH:
         yield "num_attention_heads", f"times attention_head_dim must be at most {_MAX_WIDTH}"
+    yield from _broken_sd3(config, width) if isinstance(config, Sd3NetworkConfig) else _broken_flux(config)
+
+
+def _broken_flux(config: FluxNetworkConfig) -> Iterator[tuple[str, str]]:
+    if not 1 <= (blocks := config.num_layers + config.num_single_layers) <= _MAX_BLOCKS:
+        yield "num_layers", f"plus num_single_layers must be 1 to {_MAX_BLOCKS}, not {blocks}"
+    if (sizes := sum(config.axes_dims_rope)) != config.attention_head_dim:
+        yield "attention_head_dim", f"must be {sizes}, the sum of axes_dims_rope, not {config.attention_head_dim}"
+
+
+def _broken_sd3(config: Sd3NetworkConfig, width: int) -> Iterator[tuple[str, str]]:
     if config.joint_attention_dim is not None and config.caption_projection_dim != width:
         yield "caption_projection_dim", f"must be {width}, attention_head_dim times num_attention_heads"
     if width % 4:
@@ -346,4 +381,7 @@ _BY_LEVEL = (
 )
 _CONFIG: TypeAdapter[AnyNetworkConfig] = TypeAdapter(NetworkConfig)
 _UNION: TypeAdapter[AnyNetworkConfig] = TypeAdapter(UnionConfig)
-_SD3: TypeAdapter[AnyNetworkConfig] = TypeAdapter(Sd3NetworkConfig)
+_OF_TRANSFORMERS: Mapping[object, TypeAdapter[AnyNetworkConfig]] = {
+    "SD3ControlNetModel": TypeAdapter(Sd3NetworkConfig),
+    "FluxControlNetModel": TypeAdapter(FluxNetworkConfig),
+}

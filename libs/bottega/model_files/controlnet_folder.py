@@ -23,6 +23,7 @@ from bottega.model_files.controlnet_config import (
     FILE,
     MAX_CONFIG_BYTES,
     AnyNetworkConfig,
+    FluxNetworkConfig,
     Sd3NetworkConfig,
     not_served,
     read_fields,
@@ -31,7 +32,7 @@ from bottega.model_files.controlnet_config import (
 from bottega.model_files.digest import controlnet_digest
 from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_lfs_pointer
 from bottega.model_files.tensor_check import controlnet_tensors
-from bottega.model_files.transformer_rules import sd3_controlnet_tensors
+from bottega.model_files.transformer_rules import flux_controlnet_tensors, sd3_controlnet_tensors
 from bottega.model_files.weights import (
     DIFFUSERS,
     FLOATING_POINT,
@@ -77,8 +78,7 @@ def check_controlnet(name: str, folder: Path, base: ControlLayout | None, *, roo
         with naming(name, "used"):
             config = read_checked_config(name, folder, base=base, root=root)
             with opened_weights(folder, root) as files:
-                tensors = sd3_controlnet_tensors if isinstance(config, Sd3NetworkConfig) else controlnet_tensors
-                check_same(dict(tensors(config.fields)), files)
+                check_same(dict(_TENSORS.get(type(config), controlnet_tensors)(config.fields)), files)
         return ""
     except BottegaError as error:
         return error.message
@@ -209,6 +209,7 @@ def _of_file(error: OSError) -> str:
     return f"{where}{error.strerror or 'the disk fails'}"
 
 
+_TENSORS = {Sd3NetworkConfig: sd3_controlnet_tensors, FluxNetworkConfig: flux_controlnet_tensors}
 # Bytes of an element, by the configured name of its type.
 _ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -27,8 +27,8 @@ _MOST_BLOCKS, _MOST_HEADS, _MOST_PLACES = 256, 1024, 1024
 _MOST_WIDTH = 65_536
 # Diffusers embeds timesteps and guidance by so many sines and cosines.
 _TIME_FEATURES = 256
-# Flux's pipelines pack so many elements of a latent, on each side, into one token.
-_PACKED = 2
+FLUX_PATCH = 2
+"""Number of elements of a latent, on each side, that Flux's pipelines pack into one token."""
 # Axes of Flux's rotary positions: one that pictures do not use, rows and columns.
 _AXES = 3
 _LAYERS = Values(
@@ -194,7 +194,7 @@ def broken_flux_channels(config: Mapping[str, Any], *, latent_channels: int, lat
         latent_channels: Channels of the VAE's latent.
         latent_scale: Pixels per element of the latent, along a side.
     """
-    packed = _PACKED**2
+    packed = FLUX_PATCH**2
     plain = packed * latent_channels
     # Flux Fill reads the latent of a masked image and each pixel of the mask, too.
     filling = packed * (2 * latent_channels + latent_scale**2)
@@ -271,6 +271,26 @@ def _single_block(block: str, width: int) -> Tensors:
 
 def flux_tensors(config: Mapping[str, Any]) -> Tensors:
     """Yield the names and shapes of the tensors of a FluxTransformer2DModel."""
+    width = config["attention_head_dim"] * config["num_attention_heads"]
+    yield from _flux_blocks(config)
+    yield from _linear("norm_out.linear", width, 2 * width)
+    yield from _linear("proj_out", width, config["out_channels"] or config["in_channels"])
+
+
+def flux_controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
+    """Yield the names and shapes of the tensors of a FluxControlNetModel."""
+    width = config["attention_head_dim"] * config["num_attention_heads"]
+    yield from _flux_blocks(config)
+    for name, blocks in (("controlnet_blocks", "num_layers"), ("controlnet_single_blocks", "num_single_layers")):
+        for number in range(config[blocks]):
+            yield from _linear(f"{name}.{number}", width, width)
+    if config["num_mode"] is not None:
+        yield "controlnet_mode_embedder.weight", (config["num_mode"], width)
+    yield from _linear("controlnet_x_embedder", config["in_channels"], width)
+
+
+def _flux_blocks(config: Mapping[str, Any]) -> Tensors:
+    """Yield the tensors of Flux's blocks, and those that embed their inputs."""
     head = config["attention_head_dim"]
     width = head * config["num_attention_heads"]
     guidance = {"guidance": _TIME_FEATURES} if config["guidance_embeds"] else {}
@@ -288,8 +308,6 @@ def flux_tensors(config: Mapping[str, Any]) -> Tensors:
             yield from _linear(f"{block}.attn.{name}", width, width)
         for name in ("norm_q", "norm_k"):
             yield f"{block}.attn.{name}.weight", (head,)
-    yield from _linear("norm_out.linear", width, 2 * width)
-    yield from _linear("proj_out", width, config["out_channels"] or config["in_channels"])
 
 
 def _conditions(width: int, **inputs: int) -> Tensors:

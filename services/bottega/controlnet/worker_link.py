@@ -263,7 +263,8 @@ class ControlNetLinks(StoreLinks[ControlNetWorkerLink]):
 
 
 def _facts(net: LoadedControlNet) -> OpenedSession:
-    return OpenedSession(residuals=len(net.layout.points), reads_tokens=net.reads_tokens)
+    layout = net.layout
+    return OpenedSession(residuals=len(layout.points), reads_tokens=net.reads_tokens, singles=layout.singles)
 
 
 def send_residuals(link: Link, number: int, rows: Sequence[ControlRow], residuals: Sequence[Residuals]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import click
 import pytest
 
-from bottega.adapter_rules import check_controlnets, mode_number
+from bottega.adapter_rules import check_controlnets, check_union_images, mode_names, mode_number, refused_mode
 from bottega.addons.controlnets.client.cli_options import ControlArgument, ControlType, merged
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn, ResolvedControlNets
 from bottega.addons.interface.views import ANYTHING
@@ -15,6 +15,7 @@ from bottega.client import ControlNet
 from bottega.client.types.models import adapter_from
 from bottega.client.types.options import options_from, spec_from
 from bottega.errors import InvalidRequest
+from bottega.model_files.control_layout import base_layout
 from bottega.v1 import generation_pb2
 from tests.samples.addons import sample_addons
 from tests.samples.controlnet_hosts import net
@@ -26,11 +27,24 @@ SIX = (
 )
 FIRST_NAMES = "openpose, depth, hed, canny, normal, segment, tile, repaint"
 EIGHT = f"{SIX}, 6 (tile), 7 (repaint)"
+OF_FLUX = "0 (canny), 1 (tile), 2 (depth), 3 (blur), 4 (pose, openpose), 5 (gray), 6 (low_quality)"
 
 
 @pytest.mark.parametrize(("mode", "number"), [("depth", 1), ("scribble", 2), ("mlsd", 3), ("0", 0), ("63", 63)])
 def test_a_mode_is_known_by_name_and_by_number(mode: str, number: int) -> None:
     assert mode_number(mode) == number
+
+
+def test_the_number_of_a_name_depends_on_the_model() -> None:
+    widths = {"in_channels": 64, "attention_head_dim": 8, "num_attention_heads": 4, "joint_attention_dim": 96}
+    base = base_layout({**widths, "pooled_projection_dim": 32, "num_layers": 2, "num_single_layers": 1}, 8).base
+    assert [mode_number(mode, base) for mode in ("depth", "openpose", "blur", "7", "hed")] == [2, 4, 3, 7, None]
+    assert mode_names(8, base) == "canny, tile, depth, blur, pose, gray, low_quality, 7"
+    assert mode_names(8, "16/8 sdxl") == FIRST_NAMES
+    assert mode_names(8) == "0 to 7", "where the model is not known"
+    assert refused_mode("union", "hed", 3, base) == (
+        "ControlNet union has no control_mode hed; it has 0 (canny), 1 (tile), 2 (depth)"
+    )
 
 
 @pytest.mark.parametrize("mode", ["", "Depth", "64", "-1", "01", "1.0"])
@@ -43,16 +57,15 @@ def _net(name: str = "union", **fields: Any) -> generation_pb2.ControlNet:
 
 
 REFUSED_BY_RULES = {
-    "an unknown mode": ([_net(control_mode="sketch")], "controlnets[0].control_mode", f"must be one of {EIGHT}"),
+    "an unknown mode": (
+        [_net(control_mode="sketch")],
+        "controlnets[0].control_mode",
+        f"must be one of {EIGHT}; with Flux.1 {OF_FLUX}",
+    ),
     "guess mode of one image": (
         [_net(), _net(guess_mode=True)],
         "controlnets[1].guess_mode",
         "must be that of the first image: a union computes its images together",
-    ),
-    "several images beside another": (
-        [_net(), _net(), _net("edges", control_mode="")],
-        "controlnets[1].name",
-        "several images of one union cannot be combined with another ControlNet",
     ),
 }
 
@@ -76,11 +89,11 @@ def test_other_requests_with_modes_are_taken(nets: list[generation_pb2.ControlNe
 REFUSED_BY_GATEWAY = {
     "a mode for a net that is no union": (
         "edges",
-        1,
+        "depth",
         f"ControlNet edges is not a union and has no control_mode depth; leave it out. Unions have the modes {EIGHT}",
     ),
     "no mode for a union": ("union", None, f"ControlNet union is a union and needs a control_mode: {SIX}"),
-    "a mode that the union lacks": ("union", 6, f"ControlNet union has no control_mode 6; it has {SIX}"),
+    "a mode that the union lacks": ("union", "6", f"ControlNet union has no control_mode 6; it has {SIX}"),
 }
 
 
@@ -95,6 +108,21 @@ def test_the_gateway_refuses_a_mode_that_does_not_fit(case: str) -> None:
     assert refused.value.message == f"spec.controlnets[0].control_mode: {sentence}"
 
 
+def test_several_images_of_a_union_for_a_unet_are_refused_beside_another() -> None:
+    house = House()
+    house.server(net("edges"), net("union", control_modes=6))
+    resolved = ResolvedControlNets(
+        names=["union", "union", "edges"], modes=["0", "1", None], access=ANYTHING, hosts=house.nets
+    )
+    with pytest.raises(InvalidRequest) as refused:
+        resolved.check_model(MODEL)
+    sentence = "several images of one union cannot be combined with another ControlNet"
+    assert refused.value.message == f"spec.controlnets[1].name: {sentence}"
+    nets = [("union", True), ("union", True), ("edges", False)]
+    assert list(check_union_images(nets, "16/2x2 tokens of flux 3072+768")) == []
+    assert list(check_union_images(nets[:2], "")) == list(check_union_images(nets[1:], "")) == []
+
+
 async def test_callers_see_how_many_modes_a_union_has() -> None:
     addon = next(addon for addon in sample_addons() if isinstance(addon, ControlNetAddOn))
     addon._hosts.update(House().server(net("edges"), net("union", control_modes=6)))
@@ -106,7 +134,7 @@ def test_the_gateway_leaves_versions_that_differ_to_the_server() -> None:
     house = House()
     house.server(net("union", control_modes=6), name="s1")
     house.server(net("union", control_modes=8), name="s2")
-    ResolvedControlNets(names=["union"], modes=[7], access=ANYTHING, hosts=house.nets).check_model(MODEL)
+    ResolvedControlNets(names=["union"], modes=["7"], access=ANYTHING, hosts=house.nets).check_model(MODEL)
 
 
 @pytest.mark.parametrize(("given", "sent"), [("depth", "depth"), (0, "0"), (None, "")])

@@ -197,7 +197,11 @@ def test_sigmas_are_even_before_their_shift(shifts: bool) -> None:
         ("dev", {"weighted": True}, "must be plain: Flux.1 reads no weighted prompts"),
         ("dev", {"clip_skip": 1}, "must be 0 with this model, which reads no text encoder's states between layers"),
         ("dev", {"embeddings": (TOY,)}, "must have no embedding (toy): none are served with Flux.1; use a LoRA"),
-        ("dev", {"controlnets": (CONTROL,)}, "ControlNets for Flux.1 are not served yet"),
+        (
+            "Fill",
+            {"controlnets": (CONTROL,)},
+            "must be empty: this kind of model (Flux.1) is served without ControlNets",
+        ),
         ("dev", {"sampler": SamplerKind.DDIM}, "it is for models that predict noise"),
         ("dev", {"true_cfg_scale": 2.0}, "needs negative_prompt, which may be empty"),
         (

@@ -164,8 +164,8 @@ CONTROLNETS = (
     (
         {"_class_name": "ControlNetXSAdapter"},
         (
-            'cannot be served: config.json: _class_name must be "ControlNetModel", "ControlNetUnionModel" or '
-            '"SD3ControlNetModel", not "ControlNetXSAdapter": it is another kind of network'
+            'cannot be served: config.json: _class_name must be "ControlNetModel", "ControlNetUnionModel", '
+            '"SD3ControlNetModel" or "FluxControlNetModel", not "ControlNetXSAdapter": it is another kind of network'
         ),
     ),
     (

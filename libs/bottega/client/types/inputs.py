@@ -111,8 +111,9 @@ class ControlNet:
     control_guidance_end: float = field(default=1.0, kw_only=True)
     """Fraction of the steps at which the ControlNet stops acting, 0 to 1."""
     control_mode: str | int | None = field(default=None, kw_only=True)
-    """What the image shows, if the ControlNet is a union: "openpose", "depth", "hed", "canny", "normal", "segment",
-    "tile", "repaint", or its number; None for other ControlNets."""
+    """What the image shows, if the ControlNet is a union; None for other ControlNets. Its number, or its name: for SDXL
+    "openpose", "depth", "hed", "canny", "normal", "segment", "tile", "repaint"; for Flux.1 "canny", "tile", "depth",
+    "blur", "pose", "gray", "low_quality"."""
     guess_mode: bool = field(default=False, kw_only=True)
     """Whether the ControlNet steers only the conditional prediction of classifier-free guidance."""
     measure_similarity: bool = field(default=False, kw_only=True)

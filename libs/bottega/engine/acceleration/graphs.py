@@ -56,10 +56,10 @@ def key_of(inputs: Inputs) -> Key:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Segment:
-    """A recorded sequence of blocks."""
+    """A recorded sequence of blocks. The last one ends with `Backbone.finish`."""
 
     first: int
-    """Index of its first block."""
+    """Index of its first block; the number of blocks if it has none, only `finish`."""
     launch: Callable[[], None]
     """Runs the segment again."""
     after: Activations
@@ -156,18 +156,19 @@ def record(backbone: MadeBackbone, inputs: Inputs, capture: Capture) -> Recorded
     segments: list[Segment] = []
     output: Tensor | None = None
     state: Activations | None = None
-    for blocks in _cut(backbone.blocks, whole=not inputs.controlled):
-        ends = blocks[-1] == len(backbone.blocks) - 1
+    for places in _cut(backbone, whole=not inputs.controlled):
 
-        def run(blocks: Sequence[int] = blocks, state: Activations | None = state, ends: bool = ends) -> _Made:
+        def run(places: Sequence[int] = places, state: Activations | None = state) -> _Made:
             made = backbone.begin(static) if state is None else _copy(state)
-            for place in blocks:
+            for place in places:
+                if place == len(backbone.blocks):
+                    return _Made(activations=made, output=backbone.finish(made))
                 backbone.blocks[place].run(made)
-            return _Made(activations=made, output=backbone.finish(made) if ends else None)
+            return _Made(activations=made, output=None)
 
         launch, made = capture.record(run)
         state, output = made.activations, made.output
-        segments.append(Segment(first=blocks[0], launch=launch, after=_copy(state)))
+        segments.append(Segment(first=places[0], launch=launch, after=_copy(state)))
     assert output is not None, "the last segment ends the network"
     return RecordedForward(static, segments, output, size_bytes=max(0, capture.reserved_bytes() - before))
 
@@ -183,13 +184,14 @@ def _copy(state: Activations) -> Activations:
     return replace(state, points=dict(state.points))
 
 
-def _cut(blocks: Sequence[Block], *, whole: bool) -> list[list[int]]:
-    """Return the block indexes of each segment. A new segment begins where residuals are needed, unless `whole`."""
-    if whole:
-        return [list(range(len(blocks)))]
+def _cut(backbone: MadeBackbone, *, whole: bool) -> list[list[int]]:
+    """Return the block indexes of each segment; the number of blocks stands for `finish`.
+
+    A new segment begins where residuals are needed, unless `whole`.
+    """
     segments: list[list[int]] = []
-    for place, block in enumerate(blocks):
-        if block.needs or not segments:
+    for place, needs in enumerate([*(block.needs for block in backbone.blocks), backbone.finish_needs]):
+        if not segments or (needs and not whole):
             segments.append([])
         segments[-1].append(place)
     return segments
@@ -311,6 +313,7 @@ class GraphedBackbone:
         self._recordings = recordings
         self._capture = capture
         self._layers = [module for module in plain.network.modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+        self.finish_needs = plain.finish_needs
         self.blocks: Sequence[Block] = [
             Block(name=block.name, needs=block.needs, run=self._runner(place, block))
             for place, block in enumerate(plain.blocks)
@@ -337,6 +340,7 @@ class GraphedBackbone:
 
     def finish(self, activations: Activations) -> Tensor:
         if isinstance(activations, GraphedActivations) and activations.recorded is not None:
+            self._launch(len(self.blocks), activations.recorded, activations)
             return activations.recorded.output.clone()  # The next forward pass overwrites it.
         return self._plain.finish(activations)
 
@@ -350,20 +354,21 @@ class GraphedBackbone:
             if recorded is None:
                 block.run(activations)
                 return
-            # Other blocks have run with the first one of their segment.
-            segment = next((segment for segment in recorded.segments if segment.first == place), None)
-            if segment is not None:
-                segment.launch()
-                _leave(segment, activations)
+            self._launch(place, recorded, activations)
 
         return run
 
+    def _launch(self, place: int, recorded: RecordedForward, activations: Activations) -> None:
+        """Run the segment that begins at a place, if any: other blocks have run with the first one of theirs.
 
-def _leave(segment: Segment, activations: Activations) -> None:
-    """Set the activations to those after a segment, to which ControlNets' residuals are added."""
-    after = segment.after
-    activations.hidden, activations.embedding, activations.context = after.hidden, after.embedding, after.context
-    activations.points = dict(after.points)
+        The activations are then those after the segment, to which ControlNets' residuals are added.
+        """
+        segment = next((segment for segment in recorded.segments if segment.first == place), None)
+        if segment is not None:
+            segment.launch()
+            after = segment.after
+            activations.hidden, activations.embedding = after.hidden, after.embedding
+            activations.context, activations.points = after.context, dict(after.points)
 
 
 class Graphs:

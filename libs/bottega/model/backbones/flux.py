@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers import FluxControlNetModel, FluxTransformer2DModel
 from torch import Tensor
 
 from bottega.model.backbone import GUIDANCE, POOLED, Activations, Block, Inputs, RowSpans
@@ -16,8 +17,10 @@ from bottega.model.backbone import GUIDANCE, POOLED, Activations, Block, Inputs,
 class FluxBackbone:
     """Flux.1's transformer in blocks. Their results are bit-equal to those of its forward.
 
-    Rows have unpacked latents; a token is a patch of 2x2 elements, with the mask and the masked image of Flux Fill. It
-    has no residual points, because ControlNets for it are not served.
+    Rows have unpacked latents; a token is a patch of 2x2 elements, with the mask and the masked image of Flux Fill.
+    Residual point i is the picture's part of the output of block i, single blocks after the joint ones.
+
+    A FluxControlNetModel has the same inputs and blocks, which run in the same way; it has no `finish`.
 
     Source: FluxPipeline and FluxFillPipeline of Diffusers.
     """
@@ -25,26 +28,31 @@ class FluxBackbone:
     spans: RowSpans | None = None
     patch_size = 2
 
-    def __init__(self, transformer: FluxTransformer2DModel) -> None:
+    def __init__(self, transformer: FluxTransformer2DModel | FluxControlNetModel) -> None:
         self.network = transformer
-        """The transformer, as Diffusers loads it."""
+        """The transformer or the ControlNet, as Diffusers loads it."""
         packed = self.patch_size**2
         self.latent_channels = transformer.out_channels // packed
         self.image_channels = transformer.config.in_channels // packed - self.latent_channels
-        self.blocks: Sequence[Block] = [
-            Block(name=f"{kind}.{index}", run=partial(_run_joint, block))
+        layers = [
+            (f"{kind}.{index}", block)
             for kind in ("transformer_blocks", "single_transformer_blocks")
             for index, block in enumerate(getattr(transformer, kind))
         ]
+        self.blocks: Sequence[Block] = [
+            Block(name=name, run=partial(_run_joint, block, place), needs=(place - 1,) if place else ())
+            for place, (name, block) in enumerate(layers)
+        ]
+        self.finish_needs: tuple[int, ...] = (len(layers) - 1,)
 
     def begin(self, inputs: Inputs) -> Activations:
         network = self.network
         size = (inputs.sample.shape[-2], inputs.sample.shape[-1])
-        hidden = network.x_embedder(self._pack(inputs.sample))
+        hidden = network.x_embedder(self.pack(inputs.sample))
         # The pipelines pass thousandths in the network's element type, and the network multiplies them again.
-        timestep = inputs.timestep.to(hidden.dtype) / 1000 * 1000
-        pooled, guidance = inputs.added[POOLED], inputs.added.get(GUIDANCE)
-        scales = () if guidance is None else (guidance[:, 0].to(hidden.dtype) * 1000,)
+        timestep, pooled = inputs.timestep.to(hidden.dtype) / 1000 * 1000, inputs.added[POOLED].to(hidden.dtype)
+        guided = network.config.guidance_embeds
+        scales = (inputs.added[GUIDANCE][:, 0].to(hidden.dtype) * 1000,) if guided else ()
         context = network.context_embedder(inputs.prompt_embeds)
         return Activations(
             hidden=hidden,
@@ -54,15 +62,32 @@ class FluxBackbone:
             rotary=network.pos_embed(self._positions(context, size)),
         )
 
+    def residual_at(self, point: int, count: int, singles: int = 0) -> int | None:
+        """Return the index of the residual of a ControlNet that is added at a point; None if it has none there.
+
+        A residual serves several blocks if the ControlNet has fewer. Source: FluxTransformer2DModel.forward.
+
+        Args:
+            point: The residual point.
+            count: Number of the ControlNet's residuals.
+            singles: How many of them, the last ones, are of single blocks.
+        """
+        joint, doubles = len(self.network.transformer_blocks), count - singles
+        if point < joint:
+            return point // math.ceil(joint / doubles) if doubles else None
+        interval = math.ceil((len(self.blocks) - joint) / singles) if singles else 0
+        return doubles + (point - joint) // interval if interval else None
+
     def finish(self, activations: Activations) -> Tensor:
         network, (height, width) = self.network, activations.size
-        tokens = network.proj_out(network.norm_out(activations.hidden, activations.embedding))
+        hidden = activations.points.pop(len(self.blocks) - 1, activations.hidden)
+        tokens = network.proj_out(network.norm_out(hidden, activations.embedding))
         patch = self.patch_size
         patches = tokens.reshape(len(tokens), height // patch, width // patch, self.latent_channels, patch, patch)
         prediction: Tensor = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), self.latent_channels, height, width)
         return prediction
 
-    def _pack(self, sample: Tensor) -> Tensor:
+    def pack(self, sample: Tensor) -> Tensor:
         """Return latents as tokens, [rows, tokens, channels]. The network reads the masked image before the mask."""
         rows, _, height, width = sample.shape
         channels = self.latent_channels
@@ -85,11 +110,13 @@ class FluxBackbone:
         return torch.cat([positions.new_zeros(context.shape[1], 3), positions.reshape(height * width, 3)])
 
 
-def _run_joint(block: Any, activations: Activations) -> None:
-    """Run a block of Flux, in which the tokens of text and picture attend to each other."""
+def _run_joint(block: Any, place: int, activations: Activations) -> None:
+    """Run the block of Flux with this index, in which the tokens of text and picture attend to each other."""
     activations.context, activations.hidden = block(
-        hidden_states=activations.hidden,
+        # Not `hidden`, which is another tensor after `select`.
+        hidden_states=activations.points.pop(place - 1, activations.hidden),
         encoder_hidden_states=activations.context,
         temb=activations.embedding,
         image_rotary_emb=activations.rotary,
     )
+    activations.points[place] = activations.hidden

@@ -18,6 +18,7 @@ class Sd3Backbone:
     """
 
     spans: RowSpans | None = None
+    finish_needs: tuple[int, ...] = ()
     image_channels = 0
 
     def __init__(self, transformer: SD3Transformer2DModel) -> None:
@@ -41,10 +42,10 @@ class Sd3Backbone:
             size=(inputs.sample.shape[-2], inputs.sample.shape[-1]),
         )
 
-    def residual_at(self, point: int, count: int) -> int:
-        """Return the index of the residual of a ControlNet with `count` residuals that is added at a point.
+    def residual_at(self, point: int, count: int, singles: int = 0) -> int | None:
+        """Return the index of the residual of a ControlNet that is added at a point; see `FluxBackbone.residual_at`.
 
-        A residual serves several blocks if the ControlNet has fewer. Source: SD3Transformer2DModel.forward.
+        Source: SD3Transformer2DModel.forward.
         """
         return int(point / (len(self.blocks) / count))
 

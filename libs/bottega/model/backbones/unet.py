@@ -18,6 +18,7 @@ class UNetBackbone:
     """
 
     spans: RowSpans | None = None
+    finish_needs: tuple[int, ...] = ()
     patch_size = 1
     """Number of elements of the latent, on each side, that one token stands for; 1 for UNets, which have none."""
 

@@ -19,6 +19,7 @@ from bottega.engine.spec import ControlSpec, EditSpec, EmbeddingSpec, LoraSpec, 
 from bottega.fair_order import Share
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
+from bottega.model_files.control_layout import base_layout
 from bottega.schedules import karras_of, keeps_steps, schedule_of
 from bottega.v1 import engine_pb2, generation_pb2, tensor_pb2
 from bottega.v1.worker_pb2 import AttemptId, AttemptKept
@@ -108,7 +109,7 @@ def _spec(start: engine_pb2.EngineStart, model: Model) -> ResolvedSpec:
         sampler=sampler,
         use_karras_sigmas=karras_of(spec, own.karras),
         schedule=schedule_of(spec, strength),
-        controlnets=tuple(_controls(start)),
+        controlnets=tuple(_controls(start, base_layout(model.backbone.network.config, model.latent_scale).base)),
         stale_residuals=_may_approximate(spec, "stale_residuals"),
         loras=tuple(_lora(lora) for lora in spec.loras if not lora.token),
         embeddings=tuple(
@@ -133,23 +134,28 @@ def _edit(start: engine_pb2.EngineStart) -> EditSpec:
     )
 
 
-def _controls(start: engine_pb2.EngineStart) -> Iterator[ControlSpec]:
-    """Yield the ControlNets, each with its digest, because checkpoints depend on the version."""
+def _controls(start: engine_pb2.EngineStart, base: str) -> Iterator[ControlSpec]:
+    """Yield the ControlNets, each with its digest, because checkpoints depend on the version.
+
+    Args:
+        start: The message.
+        base: Name of the model's layout, on which the numbers of control modes depend.
+    """
     addons = start.request.addons
     hosts = read_hosts(addons[kinds.CONTROLNET]) if kinds.CONTROLNET in addons else ()
     for net, image, host in itertools.zip_longest(start.request.spec.controlnets, start.control_images, hosts):
         if net is not None and image is not None:
-            yield _control(net, image.digest, (host or ControlHosts()).digest)
+            yield _control(net, image.digest, (host or ControlHosts()).digest, base)
 
 
-def _control(net: generation_pb2.ControlNet, image_digest: str, digest: str) -> ControlSpec:
+def _control(net: generation_pb2.ControlNet, image_digest: str, digest: str, base: str) -> ControlSpec:
     present = {name: getattr(net, name) for name in _OPTIONAL_OF_CONTROL if net.HasField(name)}  # type: ignore[arg-type]
     return ControlSpec(
         name=net.name,
         image_digest=image_digest,
         digest=digest,
         guess_mode=net.guess_mode,
-        control_mode=mode_number(net.control_mode),
+        control_mode=mode_number(net.control_mode, base),
         measured=net.measure_similarity,
         **present,
     )

@@ -238,7 +238,7 @@ class StaleLocal(LocalControlNets):
         self._before, self._now = self._now, {}
         for row in rows:
             (handle,) = row.controls
-            self._now[row.owner, row.half] = self._answers[row, handle]
+            self._now[row.owner, row.half] = self._answers[row.owner, row.half, handle]
 
     def take(self, row: Row, point: int) -> list[Tensor]:
         key = (row.owner, row.half)

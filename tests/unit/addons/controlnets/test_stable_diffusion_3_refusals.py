@@ -109,7 +109,7 @@ def test_a_controlnet_for_a_unet_is_refused_by_the_server(model: Model, tmp_path
     with linked_server("other", folders, tmp_path) as other, Desk.closing():
         drawing = Desk(model, Offers(other)).draw(on(ORDER, other))
     assert isinstance(drawing.error, ControlNetUnusable)
-    assert "it is made for a UNet, and the model is a transformer" in drawing.error.message
+    assert "it is made for a UNet, and the model is a transformer of Stable Diffusion 3" in drawing.error.message
 
 
 def test_guess_mode_is_refused(model: Model) -> None:
@@ -159,7 +159,12 @@ def test_a_latent_of_another_shape_is_refused(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    "sessions", [torch.zeros(1, 2), torch.tensor([[0, 0]]), torch.tensor([[3, 2]]), torch.tensor([[1 << 20, 0]])]
+    "sessions",
+    [
+        torch.zeros(1, 3),
+        *(torch.tensor([facts]) for facts in ([3, 0], [0, 0, 0], [3, 2, 0], [1 << 20, 0, 0], [3, 0, 4])),
+    ],
+    ids=str,
 )
 def test_an_answer_with_impossible_sessions_is_refused(sessions: Tensor) -> None:
     message = message_of({"opened": torch.tensor([1]), "sessions": sessions})

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
 from bottega.device.memory_plan import MemoryPlan
@@ -22,10 +23,12 @@ from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network, stack
 from bottega.engine.spans import DeviceClock
 from bottega.engine.warm_up import sample_job
-from bottega.model.backbone import Activations, Backbone, Inputs
+from bottega.model.backbone import POOLED, Activations, Backbone, Inputs
+from bottega.model.backbones.flux import FluxBackbone
 from bottega.model.backbones.unet import UNetBackbone
 from bottega.model.model import Model
 from bottega.model.rows import Row
+from tests.samples.flux_controlnets import FLUX_SHAPE
 from tests.samples.masked_networks import plain_row, small_unet
 from tests.support.replayed_capture import ReplayedCapture
 
@@ -107,6 +110,34 @@ def test_residuals_are_added_between_the_segments_and_are_not_there_the_next_tim
     decoders = sum(bool(block.needs) for block in plain.blocks)
     assert capture.recorded == 1 + decoders
     assert capture.launched == 3 * (1 + decoders)
+
+
+def test_residuals_after_the_last_block_are_added_before_the_end(capture: ReplayedCapture) -> None:
+    torch.manual_seed(0)
+    flux = FluxBackbone(FluxTransformer2DModel(num_layers=1, num_single_layers=1, **FLUX_SHAPE))
+    given = Inputs(
+        sample=torch.randn(2, 16, 8, 8),
+        timestep=torch.tensor([500.0, 20.0]),
+        prompt_embeds=torch.randn(2, 5, 96),
+        added={POOLED: torch.randn(2, 32)},
+        controlled=True,
+    )
+    residuals = [torch.randn(2, 16, 32) for _ in flux.blocks]
+
+    def draw(backbone: Backbone) -> Tensor:
+        state = backbone.begin(given)
+        for block in backbone.blocks:
+            for point in block.needs:
+                state.points[point] += residuals[point]
+            block.run(state)
+        for point in backbone.finish_needs:
+            state.points[point] += residuals[point]
+        return backbone.finish(state)
+
+    ours = GraphedBackbone(flux, RecordedForwards(budget_bytes=1 << 30), capture)
+    for _ in range(USES_BEFORE + 2):
+        assert (draw(ours) - draw(flux)).abs().max() < EXACT
+    assert (capture.recorded, capture.launched) == (3, 2 * 3)
 
 
 def test_when_rows_leave_the_blocks_that_are_left_run_one_by_one(plain: UNetBackbone, capture: ReplayedCapture) -> None:

@@ -72,7 +72,7 @@ def list_command(*, address: str) -> None:
         optional=("similarity", "popularity", "size"),
     )
     for net in nets:
-        modes = [mode_names(net.control_modes) or "-"] if unions else []
+        modes = [mode_names(net.control_modes, net.base) or "-"] if unions else []
         table.add_row(net.name, *modes, *_facts(net))
     print_table(table)
     _note_versions(nets)

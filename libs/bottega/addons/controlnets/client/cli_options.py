@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from bottega import rules
-from bottega.adapter_rules import list_modes, mode_name, mode_number
+from bottega.adapter_rules import is_mode, list_modes
 from bottega.client.types.inputs import ControlNet
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import ControlNetUse, Provenance
@@ -51,7 +51,7 @@ def _use_facts(use: ControlNetUse, worker: str) -> Iterator[str]:
     if servers:
         yield f"by {', then '.join(servers)}"
     if use.control_mode is not None:
-        yield f"mode {mode_name(use.control_mode)}"
+        yield f"mode {use.control_mode}"
     yield f"scale {use.scale:g}"
     yield f"waited {use.waited_s:.3f} s for it"
     if use.stale_steps:
@@ -92,7 +92,7 @@ class ControlType(click.ParamType[ControlArgument]):
                 param,
                 ctx,
             )
-        if has_mode and mode_number(mode) is None:
+        if has_mode and not is_mode(mode):
             self.fail(f"{mode!r} is no control mode of a union; give one of {list_modes()}", param, ctx)
         colon = _colon_before_scale(rest)
         file, scale = Path(rest[:colon]), rest[colon + 1 :]

@@ -24,7 +24,7 @@ from bottega.addons.controlnets.engine.provider import (
     MeasuredControlNets,
     read_hosts,
 )
-from bottega.addons.controlnets.engine.remote import RemoteControls, controls_part, read_controls
+from bottega.addons.controlnets.engine.remote import MAX_SESSIONS, RemoteControls, controls_part, read_controls
 from bottega.addons.controlnets.engine.sessions import stretched
 from bottega.device.device import run_pieces
 from bottega.engine.addon import EngineAddOn, JobAddOn
@@ -84,8 +84,9 @@ class EngineControlNets(EngineAddOn):
 class JobControlNets(JobAddOn):
     """The ControlNet sessions of one job.
 
-    `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them. A ControlNet that
-    a resumed job no longer needs has no session.
+    `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them: all of them the
+    same, unless each draws latents of the control images. A ControlNet that a resumed job no longer needs has no
+    session.
     """
 
     def __init__(self, provider: ControlNetProvider | None, order: EngineOrder, model: Model) -> None:
@@ -95,7 +96,9 @@ class JobControlNets(JobAddOn):
         self._order = order
         self._model = model
         self._encodes = self.prepares_prompt = model.unet is None
-        self._latents: dict[int, Tensor] = {}
+        self._draws = model.family.draws_control_latents
+        self._latents: dict[int, tuple[Tensor, Tensor]] = {}
+        """Mean and standard deviation of each control image's latent, by the id of the image."""
         self._checks: list[InputCheck] = []
         self._hosts = read_hosts(order.addons.get(kinds.CONTROLNET, b""))
         if self._hosts and len(self._hosts) != len(order.spec.controlnets):
@@ -119,8 +122,7 @@ class JobControlNets(JobAddOn):
             if id(image) not in self._latents:
                 size = self._order.spec.height, self._order.spec.width
                 encoded = yield from encode_image_in_pieces(self._model, stretched(image, *size))
-                # Diffusers draws a sample with its global generator, so that a seed gives other pictures each time.
-                self._latents[id(image)] = encoded.mean[0]
+                self._latents[id(image)] = encoded.mean[0], encoded.std[0]
                 error = vae_not_finite("encoded a control image", encode_dtype(self._model.vae))
                 self._checks.append(InputCheck(finite=encoded.finite, error=error))
 
@@ -130,26 +132,38 @@ class JobControlNets(JobAddOn):
         self.begin(conditions, job.requests)
         job.inputs.extend(self._checks)
         self._waiting_since_s = now_s
-        for request in job.requests:
-            request.controls = self.active
 
     def begin(self, conditions: Conditions, requests: Sequence[Request]) -> None:
-        """Begin the sessions that the requests still need. Raise BottegaError if one can never be opened."""
+        """Begin the sessions that the requests still need, and pass them to the requests.
+
+        Raises:
+            BottegaError: One can never be opened.
+        """
         spec, images = self._order.spec, self._order.control_images
         if len(images) != len(spec.controlnets):
             raise InternalError(f"received {len(images)} control images for {len(spec.controlnets)} ControlNets")
-        made = min(request.evaluation for request in requests)
-        self._uses = tuple(use for use in _session_uses(spec.controlnets, requests[0]) if use.last > made)
-        if not self._uses:
+        uses = _session_uses(spec.controlnets, requests[0], joins_unions=not self._encodes)
+        groups: list[Sequence[Request]] = [[request] for request in requests] if self._draws else [requests]
+        needed = [
+            (group, use) for group in groups for use in uses if use.last > min(request.evaluation for request in group)
+        ]
+        self._uses = tuple(use for _, use in needed)
+        if not needed:
             return
         if self._provider is None:
             raise Unavailable("this worker has no ControlNets")
-        self.begun = tuple(self._input(use, conditions) for use in self._uses)
+        self.begun = tuple(self._input(use, conditions, group[0]) for group, use in needed)
+        self.offloadable = len(self.begun) <= MAX_SESSIONS
         handles = self._provider.open(self.begun)
+        shared = frozenset(Half) if self._model.family.halves_share_residuals else frozenset[Half]()
         self.active = tuple(
-            ActiveControl(handle=handle, first=use.first, last=use.last, halves=frozenset(control.halves))
-            for use, handle, control in zip(self._uses, handles, self.begun, strict=True)
+            ActiveControl(handle=handle, first=use.first, last=use.last, halves=shared | set(control.halves))
+            for (_, use), handle, control in zip(needed, handles, self.begun, strict=True)
         )
+        for request in requests:
+            request.controls = tuple(
+                control for control, (group, _) in zip(self.active, needed, strict=True) if request in group
+            )
 
     def update(self, now_s: float) -> None:
         """Check whether the job has to wait for its sessions.
@@ -221,7 +235,7 @@ class JobControlNets(JobAddOn):
             for place in session.places:
                 records.setdefault(place, []).append(made)
         uses = [
-            _use(control, self._requests[0].control_steps(control), _joined(records.get(place, [])))
+            _use(control, self._requests[0].control_steps(control), _joined(records.get(place, []), beside=self._draws))
             for place, control in enumerate(spec.controlnets)
         ]
         record.provenance.controlnets.extend(uses)
@@ -242,7 +256,7 @@ class JobControlNets(JobAddOn):
     def _needed(self, evaluation: int) -> bool:
         return any(control.first <= evaluation < control.last for control in self.active)
 
-    def _input(self, use: _SessionUse, conditions: Conditions) -> ControlInput:
+    def _input(self, use: _SessionUse, conditions: Conditions, request: Request) -> ControlInput:
         order, spec, places = self._order, self._order.spec, use.places
         images = [spec.controlnets[place] for place in places]
         control = images[0]
@@ -250,15 +264,15 @@ class JobControlNets(JobAddOn):
         several = len(images) > 1
         measured = any(image.measured for image in images)
         halves = {Half.CONDITIONAL: conditions.conditional}
-        if conditions.unconditional is not None and not control.guess_mode:
+        alone = control.guess_mode or self._model.family.halves_share_residuals
+        if conditions.unconditional is not None and not alone:
             halves = {Half.UNCONDITIONAL: conditions.unconditional, **halves}
         if self._encodes:
             run_pieces(self.prepare_prompt())  # only what has not been encoded
-        pixels = [order.control_images[place] for place in places]
         config = self._model.vae.config
         return ControlInput(
             name=control.name,
-            images=tuple(self._latents[id(image)] if self._encodes else image for image in pixels),
+            images=tuple(self._image(place, request) for place in places),
             latent_scaling=(config.shift_factor or 0.0, config.scaling_factor) if self._encodes else None,
             modes=tuple(image.control_mode for image in images if image.control_mode is not None),
             image_scales=use.scales if several else (),
@@ -272,6 +286,14 @@ class JobControlNets(JobAddOn):
             measured=measured,
             share=order.share,
         )
+
+    def _image(self, place: int, request: Request) -> Tensor:
+        """Return a control image as ControlNets of the model read it for a request; see `ControlInput.images`."""
+        pixels = self._order.control_images[place]
+        if not self._encodes:
+            return pixels
+        mean, deviation = self._latents[id(pixels)]
+        return mean + deviation * request.control_noise[place][0] if self._draws else mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,16 +310,16 @@ class _SessionUse:
     """Evaluation after the last one in which it is active."""
 
 
-def _session_uses(controls: Sequence[ControlSpec], request: Request) -> list[_SessionUse]:
+def _session_uses(controls: Sequence[ControlSpec], request: Request, *, joins_unions: bool) -> list[_SessionUse]:
     """Return the use of each session.
 
-    There is one session for each ControlNet; for several images of one union, one session for each span of steps in
-    which the same of them are active. As in Diffusers, the others have scale 0 there, and the union also runs where
-    none is active.
+    There is one session for each control image. A union for a UNet reads several images together; they have one session
+    for each span of steps in which the same of them are active. As in Diffusers, the others have scale 0 there, and the
+    union also runs where none is active.
     """
     windows = [request.control_window(control) for control in controls]
     scales = [control.controlnet_conditioning_scale for control in controls]
-    together = len(controls) > 1 and controls[0].control_mode is not None
+    together = joins_unions and len(controls) > 1 and controls[0].control_mode is not None
     if not together or any(control.name != controls[0].name for control in controls):
         return [
             _SessionUse(places=(place,), scales=(scale,), first=first, last=last)
@@ -317,11 +339,18 @@ def _session_uses(controls: Sequence[ControlSpec], request: Request) -> list[_Se
     ]
 
 
-def _joined(records: Sequence[ControlRecord]) -> ControlRecord:
-    """Return one record for the sessions that an image had in turn."""
+def _joined(records: Sequence[ControlRecord], *, beside: bool) -> ControlRecord:
+    """Return one record for the sessions that a control image had.
+
+    Args:
+        records: Their records.
+        beside: Whether they ran beside each other, one for each picture, so that a forward pass waited for all at once;
+            otherwise in turn.
+    """
+    waits_s = [record.waited_s for record in records]
     similarities = [record.similarity for record in records if record.similarity is not None]
     return ControlRecord(
-        waited_s=sum(record.waited_s for record in records),
+        waited_s=max(waits_s, default=0.0) if beside else sum(waits_s),
         stale_steps=sum(record.stale_steps for record in records),
         pipelined=any(record.pipelined for record in records),
         servers=tuple(dict.fromkeys(server for record in records for server in record.servers)),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bottega.addons.controlnets.engine.network import ControlNetSource, LoadedControlNet, load_controlnet
-from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
+from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord, computed_half
 from bottega.addons.controlnets.engine.sessions import (
     ControlImages,
     ControlRow,
@@ -26,17 +26,22 @@ from bottega.device.devices import open_device
 from bottega.engine.errors import to_job_failure
 from bottega.errors import BottegaError, ControlNetNotFound
 from bottega.model.backbones import MadeBackbone
+from bottega.model.backbones.flux import FluxBackbone
 from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
-from bottega.model.rows import Row
+from bottega.model.rows import Half, Row
 
 
-def residual_at(backbone: MadeBackbone | None, point: int, count: int) -> int:
-    """Return the index of the residual of a ControlNet with `count` residuals that is added at a point.
+def residual_at(backbone: MadeBackbone | None, point: int, count: int, singles: int) -> int | None:
+    """Return the index of the residual of a ControlNet that is added at a point; None if it has none there.
 
     Args:
         backbone: The base model's; None if every point has a residual of its own, as those of a UNet have.
+        point: The residual point.
+        count: Number of the ControlNet's residuals.
+        singles: How many of them are of single blocks.
     """
-    return backbone.residual_at(point, count) if isinstance(backbone, Sd3Backbone) else point
+    transformer = backbone if isinstance(backbone, Sd3Backbone | FluxBackbone) else None
+    return point if transformer is None else transformer.residual_at(point, count, singles)
 
 
 ControlNetLease = Lease[LoadedControlNet]
@@ -140,8 +145,8 @@ class LocalControlNets:
         self._cache = cache
         self._fixed_rows = fixed_rows
         self._rows: list[Row] = []
-        self._answers: dict[tuple[Row, Hashable], list[Tensor]] = {}
-        self._shared: set[Row] = set()
+        self._answers: dict[_RowKey, list[Tensor]] = {}
+        self._shared: set[_RowKey] = set()
 
     def open(self, controls: Sequence[ControlInput]) -> tuple[Hashable, ...]:
         lease = self._cache.borrow([control.name for control in controls])
@@ -176,11 +181,11 @@ class LocalControlNets:
         """Do nothing: computing ahead in this process would only delay the engine."""
 
     def ready(self, row: Row, points: tuple[int, ...]) -> bool:
-        return all((row, handle) in self._answers for handle in row.controls)
+        return all(_key(row, handle) in self._answers for handle in row.controls)
 
     def wait(self, rows: list[Row], points: tuple[int, ...], timeout_s: float) -> None:
         began_s = perf_counter()
-        missing = [handle for row in rows for handle in row.controls if (row, handle) not in self._answers]
+        missing = [handle for row in rows for handle in row.controls if _key(row, handle) not in self._answers]
         if not _pending(missing):
             self.opened(missing)  # raises, because none of them will ever be loaded
         self.settle(missing, timeout_s)
@@ -191,42 +196,52 @@ class LocalControlNets:
     def is_void(self, row: Row) -> bool:
         return False
 
-    def take(self, row: Row, point: int) -> list[Tensor]:
-        answers = [self._answers[row, handle] for handle in row.controls]
-        return [answer[residual_at(self._backbone, point, len(answer))] for answer in answers]
+    def take(self, row: Row, point: int) -> Sequence[Tensor | None]:
+        return [self._addend(row, handle, point) for handle in row.controls]
 
     def is_shared(self, row: Row) -> bool:
-        return row in self._shared
+        return any(_key(row, handle) in self._shared for handle in row.controls)
+
+    def _addend(self, row: Row, handle: Hashable, point: int) -> Tensor | None:
+        answer, session = self._answers[_key(row, handle)], _local_session(handle).session
+        assert session is not None, "the residuals were computed for it"
+        index = residual_at(self._backbone, point, len(answer), session.net.layout.singles)
+        return None if index is None else answer[index]
 
     def _compute(self) -> None:
         """Compute the missing residuals whose ControlNet is loaded, in as few forward passes as possible."""
-        groups: dict[Hashable, list[tuple[Row, _LocalSession, ControlSession]]] = {}
+        groups: dict[Hashable, dict[_RowKey, tuple[Row, _LocalSession, ControlSession]]] = {}
         for row in self._rows:
             for handle in row.controls:
                 local = _local_session(handle)
                 session = None if local.failed else self._session(local)
-                if session is not None and (row, handle) not in self._answers:
+                if session is not None and _key(row, handle) not in self._answers:
                     key = (session.batch_key, row.sample.shape, row.embeds.prompt.shape, session if row.alone else None)
-                    groups.setdefault(key, []).append((row, local, session))
+                    groups.setdefault(key, {})[_key(row, handle)] = row, local, session
         for group in groups.values():
-            self._run(group)
+            self._run(list(group.values()))
 
     @torch.inference_mode()
     def _run(self, group: Sequence[tuple[Row, _LocalSession, ControlSession]]) -> None:
         device = open_device(group[0][0].sample.device)
         began = device.record()
         rows = [
-            ControlRow(session=session, half=row.half, sample=self._sample(row, session), timestep=row.timestep)
-            for row, _, session in group
+            ControlRow(
+                session=session,
+                half=computed_half(local.control, row),
+                sample=self._sample(row, session),
+                timestep=row.timestep,
+            )
+            for row, local, session in group
         ]
         fixed_rows = 0 if group[0][0].alone else self._fixed_rows
         if not computes_one_session(rows) or len(rows) < fixed_rows:
-            self._shared.update(row for row, _, _ in group)
+            self._shared.update(_key(row, local) for row, local, _ in group)
         residuals = run_group(rows, fixed_rows=fixed_rows)
         for index, (row, local, session) in enumerate(group):
             # In place, because nothing else reads the residuals.
             scaled = zip(residuals, session.scales, strict=True)
-            self._answers[row, local] = [residual[index].mul_(scale) for residual, scale in scaled]
+            self._answers[_key(row, local)] = [residual[index].mul_(scale) for residual, scale in scaled]
         span = Span(begin=began, end=device.record())
         for local in {local for _, local, _ in group}:
             local.computed.add(span)
@@ -234,7 +249,7 @@ class LocalControlNets:
     def _sample(self, row: Row, session: ControlSession) -> Tensor:
         if not session.net.reads_tokens:
             return row.sample
-        assert isinstance(self._backbone, Sd3Backbone), "a ControlNet that reads tokens fits no UNet"
+        assert isinstance(self._backbone, Sd3Backbone), "a ControlNet that reads tokens fits no other model"
         return self._backbone.tokens(row.sample[None])[0]
 
     def _session(self, local: _LocalSession) -> ControlSession | None:
@@ -243,6 +258,14 @@ class LocalControlNets:
             net = local.lease.values.result()[local.place]
             local.session = ControlSession(net, local.control, local.images)
         return local.session
+
+
+_RowKey = tuple[Hashable, Half, Hashable]
+"""A row's owner, the half of guidance that is computed for it, and the handle of the session."""
+
+
+def _key(row: Row, handle: Hashable) -> _RowKey:
+    return row.owner, computed_half(_local_session(handle).control, row), handle
 
 
 def _local_session(handle: Hashable) -> _LocalSession:

@@ -245,11 +245,13 @@ class OpenedSession:
     """Number of its residuals."""
     reads_tokens: bool = False
     """Whether samples are tokens, as the model's transformer embeds latents."""
+    singles: int = 0
+    """How many of the residuals, the last ones, are of single blocks."""
 
 
 def opened_message(lease: int, sessions: Sequence[OpenedSession]) -> TensorMessage:
     """Return the message that a lease has been opened."""
-    facts = [[session.residuals, int(session.reads_tokens)] for session in sessions]
+    facts = [[session.residuals, int(session.reads_tokens), session.singles] for session in sessions]
     return message_of({ControlMessageKind.OPENED.value: torch.tensor([lease]), "sessions": torch.tensor(facts)})
 
 
@@ -259,12 +261,17 @@ def read_opened(layout: Layout, views: Sequence[Part]) -> tuple[int, tuple[Opene
     lease, sessions = parts[ControlMessageKind.OPENED.value], parts.get("sessions")
     if lease.dtype != torch.int64 or lease.shape != (1,):
         raise ValueError("an opened message does not begin with a number")
-    if sessions is None or sessions.dtype != torch.int64 or sessions.dim() != 2 or sessions.shape[1] != 2:
-        raise ValueError("an opened message lacks its sessions, int64 [sessions, 2]")
+    if sessions is None or sessions.dtype != torch.int64 or sessions.dim() != 2 or sessions.shape[1] != 3:
+        raise ValueError("an opened message lacks its sessions, int64 [sessions, 3]")
     facts = sessions.tolist()
-    if any(not 0 < residuals <= _MAX_RESIDUALS or tokens not in (0, 1) for residuals, tokens in facts):
+    if any(
+        not 0 < residuals <= _MAX_RESIDUALS or tokens not in (0, 1) or not 0 <= singles <= residuals
+        for residuals, tokens, singles in facts
+    ):
         raise ValueError(f"an opened session must have 1 to {_MAX_RESIDUALS} residuals")
-    return int(lease), tuple(OpenedSession(residuals=count, reads_tokens=bool(tokens)) for count, tokens in facts)
+    return int(lease), tuple(
+        OpenedSession(residuals=count, reads_tokens=bool(tokens), singles=singles) for count, tokens, singles in facts
+    )
 
 
 def step_message(step: ControlStep) -> TensorMessage:

@@ -7,23 +7,31 @@ it, and weights are read only if they match the built network.
 from __future__ import annotations
 
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers import ControlNetModel, ControlNetUnionModel, SD3ControlNetModel
+from diffusers import ControlNetModel, ControlNetUnionModel, FluxControlNetModel, SD3ControlNetModel
 from torch import Tensor, nn
 
 from bottega.device.devices import open_device
 from bottega.errors import ControlNetUnusable, InvalidRequest
 from bottega.model.backbone import POOLED, Inputs
+from bottega.model.backbones.flux import FluxBackbone
 from bottega.model_files.control_layout import ControlLayout, controlnet_layout
-from bottega.model_files.controlnet_config import AnyNetworkConfig, Sd3NetworkConfig
+from bottega.model_files.controlnet_config import (
+    AnyNetworkConfig,
+    FluxNetworkConfig,
+    NetworkConfig,
+    Sd3NetworkConfig,
+    UnionConfig,
+)
 from bottega.model_files.controlnet_folder import WeightsFile, check_same, naming, opened_weights, read_checked_config
 from bottega.safetensors_header import TensorEntry
 
@@ -114,7 +122,7 @@ class LoadedControlNet(ABC):
 
         Args:
             inputs: The rows. `sample` is [rows, tokens, width] if the network `reads_tokens`.
-            embedded: Results of `embed` for each image, stacked over the rows. Only a union has several.
+            embedded: Results of `embed` for each image, stacked over the rows. Only a union for a UNet has several.
             union: What the images show; None if the network is not a union.
         """
 
@@ -203,6 +211,41 @@ class Sd3ControlNet(LoadedControlNet):
             else:
                 context, hidden = block(hidden_states=hidden, encoder_hidden_states=context, temb=embedding)
             yield index, projection(hidden)
+
+
+class FluxControlNet(LoadedControlNet):
+    """A ControlNet for the transformer of Flux.1, as FluxControlNetModel of Diffusers; maybe a union.
+
+    Its residuals are [rows, tokens, width]: one for each of its joint blocks, then one for each of its single blocks.
+    Each is yielded when its block has run, bit for bit as the forward of Diffusers computes it.
+    """
+
+    streams = True
+
+    def __init__(self, source: ControlNetSource, network: FluxControlNetModel) -> None:
+        super().__init__(source, network)
+        self._backbone = FluxBackbone(network)
+
+    def embed_batch(self, images: Tensor) -> Tensor:
+        embedded: Tensor = self.network.controlnet_x_embedder(self._backbone.pack(images))
+        return embedded
+
+    @torch.inference_mode()
+    def residuals(
+        self, inputs: Inputs, embedded: Sequence[Tensor], union: UnionImages | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        state, (image,) = self._backbone.begin(inputs), embedded
+        state.hidden = state.hidden + image
+        if union is not None:
+            # The mode is one more token before the prompt, at the position of all its tokens.
+            state.context = torch.cat([self.network.controlnet_mode_embedder(union.modes), state.context], dim=1)
+            assert state.rotary is not None
+            cosines, sines = (torch.cat([angles[:1], angles]) for angles in state.rotary)
+            state.rotary = cosines, sines
+        projections = (*self.network.controlnet_blocks, *self.network.controlnet_single_blocks)
+        for index, (block, projection) in enumerate(zip(self._backbone.blocks, projections, strict=True)):
+            block.run(state)
+            yield index, projection(state.hidden)
 
 
 def _like_patches(tokens: Tensor) -> Tensor:
@@ -294,15 +337,24 @@ def load_controlnet(source: ControlNetSource, device: torch.device) -> LoadedCon
             network.load_state_dict(state, strict=True, assign=True)
     except InvalidRequest as error:
         raise ControlNetUnusable(error.message) from None
-    made = Sd3ControlNet if isinstance(network, SD3ControlNetModel) else UNetControlNet
-    return made(source, network.eval())
+    _, loaded = _CLASSES[type(config)]
+    return loaded(source, network.eval())
 
 
 def _built(config: AnyNetworkConfig) -> Any:
     """Return the network without memory for weights. The meta device is set for this thread only."""
-    kind = ControlNetUnionModel if config.modes else ControlNetModel
-    with torch.device("meta"):
-        return (SD3ControlNetModel if isinstance(config, Sd3NetworkConfig) else kind).from_config(config.fields)
+    network, _ = _CLASSES[type(config)]
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`FluxPosEmbed` is deprecated", FutureWarning)  # Diffusers uses it itself.
+        return network.from_config(config.fields)
+
+
+_CLASSES: Mapping[type[AnyNetworkConfig], tuple[Any, Callable[[ControlNetSource, Any], LoadedControlNet]]] = {
+    NetworkConfig: (ControlNetModel, UNetControlNet),
+    UnionConfig: (ControlNetUnionModel, UNetControlNet),
+    Sd3NetworkConfig: (SD3ControlNetModel, Sd3ControlNet),
+    FluxNetworkConfig: (FluxControlNetModel, FluxControlNet),
+}
 
 
 def _check_same(network: nn.Module, files: Sequence[WeightsFile]) -> None:

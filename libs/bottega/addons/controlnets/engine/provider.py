@@ -63,8 +63,9 @@ class ControlInput:
     images: tuple[Tensor, ...]
     """The control image, uint8, [height, width, 3] in its own size; of a union maybe several.
 
-    ControlNets for transformers read latents of the image: the mean of the VAE's distribution, in the VAE's scale,
-    [channels, latent height, latent width]. The worker encodes it, because only the worker has the VAE.
+    ControlNets for transformers read latents of the image: the mean of the VAE's distribution, or a sample of it (see
+    `ModelFamily.draws_control_latents`), in the VAE's scale, [channels, latent height, latent width]. The worker
+    encodes it, because only the worker has the VAE.
 
     Sessions of a request that have the very same tensors share what is sent and computed of them.
     """
@@ -73,7 +74,7 @@ class ControlInput:
     width: int
     """Width of the picture to draw, in pixels."""
     halves: Mapping[Half, Embeds]
-    """Prompt embeddings of the halves of guidance that the session controls; in guess mode only the conditional one."""
+    """Prompt embeddings of the halves of guidance for which the session computes residuals; see `computed_half`."""
     modes: tuple[int, ...] = ()
     """The control mode of each image of a union; empty for other ControlNets."""
     image_scales: tuple[float, ...] = ()
@@ -91,6 +92,11 @@ class ControlInput:
     """Whether to measure how similar the residuals of adjacent steps are."""
     share: Share = field(default_factory=Share)
     """Tenant of the request, and its share of a server."""
+
+
+def computed_half(control: ControlInput, row: Row) -> Half:
+    """Return the half of guidance whose residuals a row gets: its own, or the only one that the session computes."""
+    return row.half if row.half in control.halves else Half.CONDITIONAL
 
 
 def check_images(images: int, modes: ControlModes, image_scales: ImageScales) -> None:
@@ -313,11 +319,11 @@ class MeasuredControlNets:
     def is_shared(self, row: Row) -> bool:
         return self._controlnets.is_shared(row)
 
-    def take(self, row: Row, point: int) -> list[Tensor]:
+    def take(self, row: Row, point: int) -> Sequence[Tensor | None]:
         addends = self._controlnets.take(row, point)
         if self._meters:
             for handle, addend in zip(row.controls, addends, strict=True):
-                if handle in self._meters:
+                if handle in self._meters and addend is not None:
                     self._meters[handle].observe(row, point, addend)
         return addends
 

@@ -29,8 +29,8 @@ from bottega.model.rows import Embeds, Half, Row
 # Servers in a message, best first. A follower that finds none of them refuses, and the leader computes the rows itself.
 _MAX_SERVERS = 8
 _MAX_CONTROLS = 8
-# The images of a union may begin and end at so many steps, and it has a session for each span between them.
-_MAX_SESSIONS = 2 * _MAX_CONTROLS + 1
+MAX_SESSIONS = 31
+"""Upper bound on the sessions of a job whose rows another worker may compute: bits of `JobAddOn.active_in`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class _Control:
     tenant: Annotated[str, Field(max_length=200)]
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     images: Annotated[int, Field(ge=1, le=_MAX_CONTROLS)] = 1
-    images_of: Annotated[int, Field(ge=0, lt=_MAX_SESSIONS)] | None = None
+    images_of: Annotated[int, Field(ge=0, lt=MAX_SESSIONS)] | None = None
     """Index of the control in the message whose images this one uses; None if it has its own."""
     modes: ControlModes = ()
     image_scales: ImageScales = ()
@@ -61,7 +61,7 @@ class _Control:
         check_images(self.images, self.modes, self.image_scales)
 
 
-_CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_length=_MAX_SESSIONS)])
+_CONTROLS = TypeAdapter(Annotated[tuple[_Control, ...], Field(min_length=1, max_length=MAX_SESSIONS)])
 
 
 class RemoteControls(JobAddOn):

@@ -41,7 +41,7 @@ class ControlSession:
         self, net: LoadedControlNet, control: ControlInput, images: dict[Hashable, ControlImages] | None = None
     ) -> None:
         for mode in control.modes or (None,):
-            if why := refused_mode(control.name, mode, net.modes):
+            if why := refused_mode(control.name, mode, net.modes, net.layout.base):
                 raise ControlNetUnusable(why)
         reads, got = ("pixels" if given else "latents" for given in (not net.layout.patch, not control.latent_scaling))
         if reads != got:
@@ -91,7 +91,7 @@ class ControlImages:
         else:
             shift, factor = control.latent_scaling
             # Source: StableDiffusion3ControlNetPipeline of Diffusers.
-            shift = 0.0 if net.network.config.force_zeros_for_pooled_projection else shift
+            shift = 0.0 if net.network.config.get("force_zeros_for_pooled_projection") else shift
             self._processed = [(image - shift) * factor for image in control.images]
         self._embedded: dict[bool, list[Tensor]] = {}
 

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from prometheus_client import Gauge
 
 from bottega import kinds
-from bottega.adapter_rules import check_controlnets, mode_number, refused_mode
+from bottega.adapter_rules import check_controlnets, check_union_images, refused_mode
 from bottega.addons.controlnets.gateway.hosts import ControlNetHosts, nobody_hosts
 from bottega.addons.controlnets.gateway.ranking import ServerCandidate, best_first, pair_server, seconds_to_load
 from bottega.addons.controlnets.gateway.replicas import Replicas
@@ -144,7 +144,7 @@ class ControlNetAddOn(AddOn):
         if not spec.controlnets:
             return None
         names = tuple(self._full_name(net.name, access) for net in spec.controlnets)
-        modes = tuple(mode_number(net.control_mode) for net in spec.controlnets)
+        modes = tuple(net.control_mode or None for net in spec.controlnets)
         return ResolvedControlNets(names=names, modes=modes, access=access, hosts=self._hosts)
 
     async def adapters(self, access: Access, models: Sequence[image_pb2.Model]) -> Sequence[image_pb2.Adapter]:
@@ -328,8 +328,8 @@ class ResolvedControlNets(Resolution):
 
     names: Sequence[str]
     """Full names, in the request's order."""
-    modes: Sequence[int | None]
-    """Control modes, in the request's order; None where the request gives none."""
+    modes: Sequence[str | None]
+    """Control modes, by name or number, in the request's order; None where the request gives none."""
     access: Access
     """What the caller may name."""
     hosts: ControlNetHosts
@@ -342,10 +342,11 @@ class ResolvedControlNets(Resolution):
             InvalidRequest: A union has no such mode, or a mode is missing or not needed.
         """
         self.hosts.check(self.names, model, self.access)
-        violations = []
+        given = [(name, mode is not None) for name, mode in zip(self.names, self.modes, strict=True)]
+        violations = [*check_union_images(given, model.base)]
         for index, (name, mode) in enumerate(zip(self.names, self.modes, strict=True)):
             modes = self.hosts.modes(name, model)
-            if modes is not None and (why := refused_mode(self.access.short_name(name), mode, modes)):
+            if modes is not None and (why := refused_mode(self.access.short_name(name), mode, modes, model.base)):
                 violations.append(Violation(field=f"spec.controlnets[{index}].control_mode", description=why))
         refuse(violations)
 

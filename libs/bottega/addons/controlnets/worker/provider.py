@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets, residual_at
 from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, residuals_layout
-from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord
+from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord, computed_half
 from bottega.addons.controlnets.planning import pipelines
 from bottega.addons.controlnets.worker.server_link import ControlLinkSettings, ServerLink, smoothed
 from bottega.addons.controlnets.worker.session_manager import PlacedSession, SessionManager
@@ -26,7 +26,7 @@ from bottega.addons.controlnets.worker.step_result import StepResult
 from bottega.device.heartbeat import Heartbeat
 from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
 from bottega.model.model import Model
-from bottega.model.rows import Row
+from bottega.model.rows import Half, Row
 from bottega.transport import LinkCounters, OfferSource
 
 # How often a wait beats and checks whether a ControlNet was loaded in this process.
@@ -210,12 +210,12 @@ class RemoteControlNets:
         self._manager.take_in_news()
         return self._is_void(row)
 
-    def take(self, row: Row, point: int) -> list[Tensor]:
-        local: list[Tensor] = []
+    def take(self, row: Row, point: int) -> Sequence[Tensor | None]:
+        local: Sequence[Tensor | None] = ()
         if self._local is not None and row in self._local_rows:
             local = self._local.take(self._local_rows[row], point)
         here = iter(local)
-        addends = []
+        addends: list[Tensor | None] = []
         for session in _sessions(row):
             if session.local is not None:
                 addends.append(next(here))
@@ -224,8 +224,8 @@ class RemoteControlNets:
             assert answer is not None, "the engine takes residuals that are ready"
             result, place = answer
             self._taken.setdefault(row, set()).add(result)
-            (index,) = self._residuals(session, (point,))
-            addends.append(self._device.to_device(result.at(index, place), self._dtype))
+            found = [result.at(index, place) for index in self._residuals(session, (point,))]
+            addends.append(self._device.to_device(found[0], self._dtype) if found else None)
         return addends
 
     def is_shared(self, row: Row) -> bool:
@@ -250,8 +250,10 @@ class RemoteControlNets:
 
     def _residuals(self, session: PlacedSession, points: tuple[int, ...]) -> list[int]:
         """Return the indexes of the residuals of a session on a server that are added at points of the backbone."""
-        assert session.opened is not None, "the server has opened the session whose step it was asked for"
-        return [residual_at(self._backbone, point, session.opened.residuals) for point in points]
+        facts = session.opened
+        assert facts is not None, "the server has opened the session whose step it was asked for"
+        indexes = (residual_at(self._backbone, point, facts.residuals, facts.singles) for point in points)
+        return [index for index in indexes if index is not None]
 
     def _is_void(self, row: Row) -> bool:
         if any(result.void for result in self._taken.get(row, ())):
@@ -263,15 +265,17 @@ class RemoteControlNets:
 
         Samples of one message have one shape, so ControlNets that read tokens, and sizes, get messages of their own.
         """
-        wanted: dict[tuple[ServerLink, bool, torch.Size], list[tuple[Row, PlacedSession]]] = {}
+        wanted: dict[tuple[ServerLink, bool, torch.Size], dict[_RowKey, tuple[Row, PlacedSession]]] = {}
         for row in rows:
             for session in _sessions(row):
                 if session.lease is not None and session.opened is not None and not session.asked(row):
                     key = session.lease.link, session.opened.reads_tokens, row.sample.shape
-                    wanted.setdefault(key, []).append((row, session))
-        for (link, _, shape), pairs in wanted.items():
+                    # Both halves of guidance may get the residuals of one.
+                    one = row.owner, computed_half(session.control, row), session
+                    wanted.setdefault(key, {})[one] = row, session
+        for (link, _, shape), found in wanted.items():
             # Rows with more residuals come first, so that a residual of fewer rows is that of the first rows.
-            pairs.sort(key=lambda pair: -_count(pair[1]))
+            pairs = sorted(found.values(), key=lambda pair: -_count(pair[1]))
             shapes = self._shapes(pairs, shape[1], shape[2])
             row_bytes = sum(math.prod(point) for point in shapes) * self._dtype.itemsize
             most = max(1, link.slot_bytes // (row_bytes + 64 * len(shapes)) - 1)
@@ -307,7 +311,11 @@ class RemoteControlNets:
         step = ControlStep(
             number=link.number(),
             entries=tuple(
-                StepEntry(session=session.number, half=row.half, sample=places[id(row.sample)])
+                StepEntry(
+                    session=session.number,
+                    half=computed_half(session.control, row),
+                    sample=places[id(row.sample)],
+                )
                 for row, session in pairs
             ),
             samples=self._tokens(latents) if opened is not None and opened.reads_tokens else latents,
@@ -318,7 +326,7 @@ class RemoteControlNets:
 
     @torch.inference_mode()
     def _tokens(self, latents: Tensor) -> Tensor:
-        assert isinstance(self._backbone, Sd3Backbone), "a ControlNet that reads tokens fits no UNet"
+        assert isinstance(self._backbone, Sd3Backbone), "a ControlNet that reads tokens fits no other model"
         return self._backbone.tokens(latents)
 
     def _compute(self) -> None:
@@ -335,6 +343,10 @@ class RemoteControlNets:
         }:
             self._local_rows = rows
             self._local.ask(list(rows.values()))
+
+
+_RowKey = tuple[Hashable, Half, PlacedSession]
+"""A row's owner, the half of guidance that is computed for it, and the session."""
 
 
 def _count(session: PlacedSession) -> int:

@@ -19,6 +19,7 @@ from bottega.addons.controlnets.engine.provider import (
     ControlInput,
     ControlRecord,
     ControlServer,
+    computed_half,
     shared_images,
 )
 from bottega.addons.controlnets.worker.server_link import (
@@ -58,9 +59,9 @@ class _Answer:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Answers:
-    """The residuals for one row that a server sent or will send: of the newest step and of the step before.
+    """The residuals for one image that a server sent or will send: of the newest step and of the step before.
 
-    A row is the conditional or the unconditional half of guidance, of one image.
+    They are those of one half of guidance.
     """
 
     newest: _Answer | None = None
@@ -170,7 +171,7 @@ class PlacedSession:
         self.forget_answers()
 
     def _of(self, row: Row) -> _Answers:
-        return self._answers.setdefault((row.owner, row.half), _Answers())
+        return self._answers.setdefault((row.owner, computed_half(self.control, row)), _Answers())
 
 
 def _drop(answer: _Answer | None) -> None:

@@ -160,7 +160,7 @@ def test_a_mode_that_does_not_fit_is_refused_with_the_list(easel: ManualEngine) 
     for job, sentence in (
         (order(("six", None, 1.0)), f"ControlNet six is a union and needs a control_mode: {modes}"),
         (order(("six", 6, 1.0)), f"ControlNet six has no control_mode 6; it has {modes}"),
-        (order(("edges", 1, 1.0)), "ControlNet edges is not a union and has no control_mode depth; leave it out. "),
+        (order(("edges", 1, 1.0)), "ControlNet edges is not a union and has no control_mode 1; leave it out. "),
     ):
         error = easel.draw(job).error
         assert isinstance(error, ControlNetUnusable)

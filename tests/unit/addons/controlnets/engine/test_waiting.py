@@ -153,7 +153,6 @@ def opened(model: Model, controlnets: LocalControlNets, order: EngineOrder) -> R
     sessions = JobControlNets(controlnets, order, model)
     request = Request(model, order.spec, conditions)
     sessions.begin(conditions, [request])
-    request.controls = sessions.active
     return request
 
 
