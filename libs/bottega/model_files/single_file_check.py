@@ -16,10 +16,10 @@ from typing import Any
 from bottega.errors import InvalidRequest
 from bottega.model_files.configuration_rules import INDEX_FILE, check_configurations, config_file, filled_config
 from bottega.model_files.controlnet_config import read_network_config
-from bottega.model_files.families import family_of
+from bottega.model_files.families import describe_other, family_of
 from bottega.model_files.family_names import FAMILIES, PARTS, SD3, TITLES, TRANSFORMER, class_of
 from bottega.model_files.folder_check import check_contents, read_configs
-from bottega.model_files.json_files import read_json_object
+from bottega.model_files.json_files import is_there, read_json_object
 from bottega.model_files.single_file import OTHER_VERSION, SingleFile, completed, read_single_file
 from bottega.model_files.single_file_config import Config, derive_configurations, misfit, shapes_of
 from bottega.model_files.single_file_folder import index_of, scheduler_config, tokenizer_configs
@@ -208,7 +208,7 @@ def check_header(source: SingleFile) -> dict[str, Config]:
     Raises:
         ValueError: The file cannot be converted, or not be served. The text is a sentence.
     """
-    configs = configurations_of(source)
+    configs = _configurations_of(source)
     for part, config in configs.items():
         wanted = dict(islice(_wanted(source, part, config), MAX_TENSORS + 1))
         if len(wanted) > MAX_TENSORS:
@@ -234,15 +234,17 @@ def with_parts(model: SingleFile, folder: Path) -> SingleFile:
     """
     if model.kind is not FileKind.MODEL or (model.problem and not model.lacking):
         return model
+    refused = f"the folder {folder} of --parts cannot be used"
+    if not is_there(folder / INDEX_FILE):
+        raise ValueError(f"{refused}: {describe_other(folder)}")
     try:
         family, wrong = family_of(folder, read_json_object(folder / INDEX_FILE))
     except ValueError as error:
         family, wrong = "", str(error)
     if wrong:
-        raise ValueError(f"no parts can be taken from {folder}: {INDEX_FILE}: {wrong}")
+        raise ValueError(f"{refused}: {INDEX_FILE}: {wrong}")
     if family != model.family:
-        both = f"its model is of {TITLES[family]}, and the file is of {model.title}"
-        raise ValueError(f"no parts can be taken from {folder}: {both}")
+        raise ValueError(f"{refused}: its model is of {TITLES[family]}, and the file is of {model.title}")
     found = completed(model, {part: folder / part for part in PARTS[family] if (folder / part).is_dir()})
     if found.lacking:
         raise ValueError(f"it and the folder {folder} lack {', '.join(found.lacking)}; download the folder again")
@@ -264,7 +266,7 @@ def expected_tensors(part: str, config: Config, family: str) -> Tensors:
     return EXPECTED_TENSORS[kind](filled_config(kind, config))
 
 
-def configurations_of(source: SingleFile) -> dict[str, Config]:
+def _configurations_of(source: SingleFile) -> dict[str, Config]:
     """Return the configuration of each part of a file that has weights, checked by the rules for folders.
 
     Raises:
@@ -290,7 +292,8 @@ def configurations_of(source: SingleFile) -> dict[str, Config]:
     }
     problems += check_configurations(index_of(source, configs), together, family=source.family)
     if wrong := next(iter(problems or check_contents(source.others, source.family, together)), ""):
-        raise ValueError(f"its parts do not fit each other: {wrong}")
+        taken = "".join(f" and those of {place.parent}" for place in islice(source.others.values(), 1))
+        raise ValueError(f"its parts{taken} do not fit each other: {wrong}")
     return configs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import shutil
@@ -81,13 +82,23 @@ def test_the_command_names_the_folder_of_other_parts(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_conversions")
+def test_a_file_without_other_parts_keeps_the_folder_of_earlier_releases(tmp_path: Path) -> None:
+    """Another name would convert the file again, and give the model another name in the fleet."""
+    file = write_single_file(tmp_path / "scenes.safetensors", "sd15")
+    status = file.stat()
+    rest = (f"{file}\0v_prediction\0", f"{status.st_size} {status.st_mtime_ns}\0")
+    hashes = (hashlib.sha256(text.encode()).hexdigest()[:12] for text in rest)
+    assert _import(file, tmp_path / "state", prediction_type="v_prediction").name == f"scenes-{'-'.join(hashes)}"
+
+
+@pytest.mark.usefixtures("quick_conversions")
 def test_each_folder_of_other_parts_gets_a_folder(tmp_path: Path) -> None:
     state, file = tmp_path / "state", write_single_file(tmp_path / "scenes.safetensors", "sd15")
     parts = family_model("SD 1")
     folder = _import(file, state, parts=parts)
     assert (folder / "parts").readlink() == parts
     assert _import(file, state) != folder
-    with pytest.raises(ConfigError, match="no parts can be taken from"):
+    with pytest.raises(ConfigError, match="of --parts cannot be used: its model is of Stable Diffusion 3"):
         _import(file, state, parts=family_model("SD 3"))
 
 

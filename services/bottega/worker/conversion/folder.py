@@ -23,7 +23,7 @@ from bottega.model_files.digest import file_digest
 from bottega.model_files.importing import remove_abandoned
 from bottega.model_files.json_files import is_there, read_json_object
 from bottega.model_files.single_file import SingleFile, read_single_file
-from bottega.model_files.single_file_check import configurations_of, with_parts
+from bottega.model_files.single_file_check import check_header, with_parts
 from bottega.model_files.single_file_folder import index_of, scheduler_config, tokenizer_configs
 from bottega.model_files.single_file_kind import FileKind
 from bottega.process.memory import available_bytes
@@ -79,7 +79,7 @@ def convert_file(
     try:
         source = read_single_file(path, family, prediction_type, vae)
         source = source if parts is None else with_parts(source, parts)
-        configs = configurations_of(source)
+        configs = check_header(source)
         if is_there(folder):
             _check_made_of(folder, source)
             return Conversion(folder=folder, source=source, is_new=False)

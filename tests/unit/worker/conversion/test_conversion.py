@@ -213,7 +213,7 @@ def test_a_transformer_alone_gets_its_other_parts_from_a_folder(prefix: str, tmp
     save_file({name: tensor for name, tensor in load_file(file).items() if name != missing}, file)
     with pytest.raises(ValueError, match=r"not that of a Flux.1 model: it lacks single_blocks.0.linear1.bias"):
         check_header(with_parts(read_single_file(file), others))
-    with pytest.raises(ConfigError, match=r"not that of a Flux.1 model: KeyError: 'single_blocks.0.linear1.bias'"):
+    with pytest.raises(ConfigError, match=r"not that of a Flux.1 model: it lacks single_blocks.0.linear1.bias"):
         convert_file(file, tmp_path / "third", parts=others)
 
 
@@ -251,22 +251,33 @@ def test_a_folder_gives_stable_diffusion_3_its_t5(tmp_path: Path) -> None:
     ("family", "others", "sentence"),
     [
         ("flux", "SD 3", "its model is of Stable Diffusion 3, and the file is of Flux.1"),
-        ("sd15", "nothing", "model_index.json: there is no such file; download the model again, with all of its files"),
+        (
+            "sd15",
+            "nothing",
+            (
+                "there is no such folder; give the folder of a model in Diffusers' layout (nothing is downloaded from "
+                "a hub: `hf download REPOSITORY --local-dir FOLDER` does that)"
+            ),
+        ),
     ],
 )
-def test_parts_of_another_family_are_refused(family: str, others: str, sentence: str, tmp_path: Path) -> None:
+def test_a_folder_of_parts_without_a_fitting_model_is_refused(
+    family: str, others: str, sentence: str, tmp_path: Path
+) -> None:
     file = write_single_file(tmp_path / "model.safetensors", family)
-    parts = tmp_path if others == "nothing" else family_model(others)
+    parts = tmp_path / others if others == "nothing" else family_model(others)
     with pytest.raises(ConfigError) as refused:
         convert_file(file, tmp_path / "model", parts=parts)
-    assert refused.value.message == f"{file} cannot be converted: no parts can be taken from {parts}: {sentence}"
+    assert (
+        refused.value.message == f"{file} cannot be converted: the folder {parts} of --parts cannot be used: {sentence}"
+    )
 
 
 def test_a_folder_that_lacks_parts_too_is_named(tmp_path: Path) -> None:
     parts = shutil.copytree(family_model("Flux dev"), tmp_path / "parts")
     file = write_single_file(tmp_path / "model.safetensors", "flux")
     (parts / "tokenizer_2" / "tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match="do not fit each other: tokenizer_2"):
+    with pytest.raises(ConfigError, match=f"its parts and those of {parts} do not fit each other: tokenizer_2"):
         convert_file(file, tmp_path / "model", parts=parts)
     shutil.rmtree(parts / "tokenizer_2")
     with pytest.raises(ConfigError) as refused:

@@ -158,12 +158,12 @@ HOSTILE: Mapping[str, Hostile] = {
     ),
     "a missing tensor": Hostile(
         write=lambda path: _changed(path, middle_block__2__out_layers__3__bias=None),
-        sentence="its unet is not that of a Stable Diffusion 1 model: it lacks mid_block.resnets.1.conv2.bias; "
+        sentence="its unet is not that of a Stable Diffusion 1 model: it lacks middle_block.2.out_layers.3.bias; "
         f"{OTHER_VERSION}",
     ),
     "a tensor of another shape": Hostile(
         write=lambda path: _changed(path, out__2__bias=torch.zeros(5)),
-        sentence="its unet is not that of a Stable Diffusion 1 model: conv_out.bias has the shape [5] instead of "
+        sentence="its unet is not that of a Stable Diffusion 1 model: out.2.bias has the shape [5] instead of "
         f"[4]; {OTHER_VERSION}",
     ),
     "five hundred blocks": Hostile(
@@ -181,7 +181,7 @@ HOSTILE: Mapping[str, Hostile] = {
     "a UNet that reads the guidance scale": Hostile(
         write=lambda path: _changed(path, time_embed__cond_proj__weight=torch.zeros(128, 256)),
         sentence="its unet is not that of a Stable Diffusion 1 model: nothing takes "
-        f"model.diffusion_model.time_embed.cond_proj.weight; {OTHER_VERSION}",
+        f"time_embed.cond_proj.weight; {OTHER_VERSION}",
     ),
     "unCLIP": Hostile(
         write=lambda path: _zeros(path, _FIRST, f"{_UNET}label_emb.0.0.weight", "cond_stage_model.model.a.weight"),
@@ -228,13 +228,13 @@ HOSTILE: Mapping[str, Hostile] = {
     ),
     "a transformer that lacks a projection": Hostile(
         write=lambda path: _changed(path, "sd3", joint_blocks__1__x_block__mlp__fc1__bias=None),
-        sentence="its transformer is not that of a Stable Diffusion 3 model: KeyError: "
-        f"'joint_blocks.1.x_block.mlp.fc1.bias'; {OTHER_VERSION}",
+        sentence="its transformer is not that of a Stable Diffusion 3 model: it lacks "
+        f"joint_blocks.1.x_block.mlp.fc1.bias; {OTHER_VERSION}",
     ),
     "a transformer with a fused projection of another shape": Hostile(
         write=lambda path: _changed(path, "sd3", joint_blocks__1__x_block__attn__qkv__bias=torch.zeros(96)),
-        sentence="its transformer is not that of a Stable Diffusion 3 model: transformer_blocks.1.attn.to_q.bias has "
-        f"the shape [32] instead of [64]; {OTHER_VERSION}",
+        sentence="its transformer is not that of a Stable Diffusion 3 model: joint_blocks.1.x_block.attn.qkv.bias has "
+        f"the shape [96] instead of [192]; {OTHER_VERSION}",
     ),
     "a transformer of a billion blocks": Hostile(
         write=lambda path: _changed(path, "sd3", joint_blocks__1000000000__a=torch.zeros(1)),
@@ -248,7 +248,7 @@ HOSTILE: Mapping[str, Hostile] = {
     ),
     "positions of no square": Hostile(
         write=lambda path: _changed(path, "sd3", pos_embed=torch.zeros(1, 64 * 65, 64)),
-        sentence="its transformer is not that of a Stable Diffusion 3 model: pos_embed.pos_embed has the shape "
+        sentence="its transformer is not that of a Stable Diffusion 3 model: pos_embed has the shape "
         f"[1, 4160, 64] instead of [1, 4096, 64]; {OTHER_VERSION}",
     ),
     "a transformer whose patches have no shape": Hostile(
