@@ -64,7 +64,7 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         " --image=source.png --strength=0.4 --prompt-2=two --negative-prompt-2=none --format=png --quality=70"
         " --fidelity=fast --model=miniature --control=edges=edges.png:0.8 --control=depth=source.png --stale-residuals"
         " --prompt-syntax=weighted --clip-skip=1 --no-exponential --beta --timestep-spacing=trailing"
-        " --final-sigmas-type=sigma_min --timesteps=999,499,9 --sigmas=14.5,0.5,0 --true-cfg-scale=2.5"
+        " --final-sigmas-type=sigma_min --timesteps=999,499,9 --sigmas=14.5,0.5,0 --true-cfg-scale=2.5 --step-caching"
     )
     assert run("generate", "a star", *options.split(), address=address).exit_code == 0
     expected = generation_pb2.GenerationSpec(
@@ -94,7 +94,7 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         fidelity=generation_pb2.FIDELITY_FAST,
         model="miniature",
         controlnets=[_control("edges", b"edges", 0.8), _control("depth", b"source", None)],
-        techniques=generation_pb2.Techniques(stale_residuals=True),
+        techniques=generation_pb2.Techniques(stale_residuals=True, step_caching=True),
     )
     assert gateway.requests[0].spec == expected
 

@@ -103,13 +103,19 @@ _SAMPLING = (
         help="The noise level before each step and after the last one, falling, such as 14.6,2.9,0.5,0.",
     ),
 )
-_IMAGE_TO_IMAGE = (
+_WITHOUT_MASK = (
     click.option("--image", type=_EXISTING, help="Start from this picture (image-to-image)."),
     click.option(
         "--strength",
         type=float,
         help="Share of --image that is redrawn, above 0 to 1; default: 0.3 with SDXL, 0.6 with Stable Diffusion 3 "
         "and Flux.1, else and with --control 0.8.",
+    ),
+    click.option(
+        "--step-caching/--no-step-caching",
+        default=None,
+        help="Reuse blocks of earlier steps while these change little (approximate), with transformers such as Stable "
+        "Diffusion 3 and Flux.1. Needs --fidelity fast; default: off.",
     ),
 )
 _EDITING = (
@@ -189,7 +195,7 @@ _REPLACED: Mapping[str, Sequence[str]] = {
 def generation_options(command: CommandT) -> CommandT:
     """Add the options of `bottega generate`. Options that are not given are None or empty."""
     parts = [option for part in generation_parts() for option in part.options]
-    return _add(command, (*_SAMPLING, *_IMAGE_TO_IMAGE, *parts, *_OTHERS))
+    return _add(command, (*_SAMPLING, *_WITHOUT_MASK, *parts, *_OTHERS))
 
 
 def edit_options(command: CommandT) -> CommandT:
