@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from bottega import kinds
 from bottega.controlnet.catalogue import ControlNetCatalogue, ProfileStore, lock_catalogue, open_catalogue
@@ -23,6 +24,9 @@ from bottega.state_folder import state_folder
 from bottega.storage.folders import ProcessLock
 from bottega.transport import default_socket_path
 from bottega.v1 import controlnet_pb2_grpc
+
+if TYPE_CHECKING:  # psycopg is optional
+    from bottega.controlnet.shared_catalogue import CatalogueFollower
 
 
 def main() -> int:
@@ -57,16 +61,32 @@ async def _lifespan(
         controlnet_pb2_grpc.add_ControlNetServiceServicer_to_server(ControlNetService(controlnets), server.grpc)
         server.add_services([SERVICE_NAME])
         add_link_service(server, kinds.CONTROLNET, controlnets)
+        follower = _follower(catalogue, controlnets)
+
+        async def start() -> None:
+            await controlnets.start()
+            if follower is not None:
+                follower.start()
+
+        async def stop() -> None:
+            if follower is not None:
+                await follower.stop()
+            await controlnets.stop()
+
         yield ServiceHooks(
-            server=server,
-            warm_up=controlnets.start,
-            failed=controlnets.failed,
-            finish=controlnets.drain,
-            shut_down=controlnets.stop,
+            server=server, warm_up=start, failed=controlnets.failed, finish=controlnets.drain, shut_down=stop
         )
     finally:
         await engine.stop()
         lock.release()
+
+
+def _follower(catalogue: ControlNetCatalogue, server: ControlNetServer) -> CatalogueFollower | None:
+    if catalogue.shared is None:
+        return None
+    from bottega.controlnet.shared_catalogue import CatalogueFollower
+
+    return CatalogueFollower(catalogue, catalogue.shared, server)
 
 
 def _with_socket(engine: ControlNetEngineConfig) -> ControlNetEngineConfig:

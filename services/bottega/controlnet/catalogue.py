@@ -1,17 +1,18 @@
 """The catalogue of a server's ControlNets by name and folder, and measured profiles by digest.
 
 ControlNets are configured, or callers have added them. The added ones and the profiles are stored in one SQLite file.
-The catalogue does not read the ControlNets' files.
+With a database, it is a copy of what all servers share (shared_catalogue.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from google.protobuf.message import DecodeError
 
@@ -29,19 +30,23 @@ from bottega.errors import (
     Violation,
 )
 from bottega.miniature import WEIGHTS
+from bottega.model_files.digest import controlnet_digest
 from bottega.storage import SqliteDatabase, SqliteSchema, folders, os_errors
 from bottega.storage.folders import HeldElsewhere, ProcessLock, check_below, listed, resolved_below
 from bottega.v1.hosted_pb2 import ResidualProfile
 
+if TYPE_CHECKING:  # psycopg is optional
+    from bottega.controlnet.shared_catalogue import SharedCatalogue
+
 _log = logging.getLogger(__name__)
 
-# Upper bound on the ControlNets of a server, as in its load report (fleet.proto).
-_MAX_CONTROLNETS = 1024
+MAX_CONTROLNETS = 1024
+"""Upper bound on the ControlNets of a server, as in its load report (fleet.proto), and of a shared catalogue."""
 _MAX_PATH_CHARACTERS = 4096
 # Names for the embedded model's own ControlNets in a configuration, wherever the model is installed.
 _EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")}
-# Upper bound on ControlNets with profiles, several times what a server hosts. The oldest profiles are removed first.
-_MAX_PROFILED = 4096
+MAX_PROFILED = 4096
+"""Upper bound on ControlNets with profiles, several times what a server hosts. The oldest are removed first."""
 
 _ADDED = RecordTable(name="controlnets", fixed=("name TEXT", "folder TEXT"))
 _PINS = RecordTable(name="pins", fixed=("name TEXT",))
@@ -84,9 +89,24 @@ def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[Contro
     """Return the configured catalogue, and the store of profiles in the same file. Raises ConfigError."""
     file = _catalogue_file(config, state_folder)
     fixed = {name: _EMBEDDED.get(folder, folder) for name, folder in config.controlnets.items()}
-    database = SqliteDatabase(file, SCHEMA)
-    catalogue = ControlNetCatalogue(database, root=Path(config.root) if config.root else None, fixed=fixed)
-    return catalogue, ProfileStore(database)
+    database, shared = SqliteDatabase(file, SCHEMA), _shared_catalogue(config)
+    root = Path(config.root) if config.root else None
+    return ControlNetCatalogue(database, root=root, fixed=fixed, shared=shared), ProfileStore(database, shared)
+
+
+def _shared_catalogue(config: ControlNetConfig) -> SharedCatalogue | None:
+    if not config.database:
+        return None
+    if not config.root:
+        raise ConfigError("database: all servers read what is added below the same folder; set root to its path here")
+    from bottega.controlnet.shared_catalogue import SharedCatalogue
+
+    return SharedCatalogue(config.database)
+
+
+def is_full(owner: str) -> TooLarge:
+    """Return the error for a ControlNet too many. `owner` begins its sentence."""
+    return TooLarge(f"{owner} {MAX_CONTROLNETS} ControlNets, the maximum", metadata={"limit": "controlnets"})
 
 
 def _catalogue_file(config: ControlNetConfig, state_folder: Path) -> Path:
@@ -101,13 +121,22 @@ class ControlNetCatalogue:
     Args:
         root: Folder that must contain all added folders; None forbids adding.
         fixed: ControlNets of the configuration: folders by name.
+        shared: The catalogue of all servers in a database; None if there is none.
     """
 
-    def __init__(self, database: SqliteDatabase, *, root: Path | None, fixed: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        database: SqliteDatabase,
+        *,
+        root: Path | None,
+        fixed: Mapping[str, str],
+        shared: SharedCatalogue | None = None,
+    ) -> None:
         for name in fixed:
             if not rules.is_adapter_name(name):
                 raise ConfigError(f"controlnets: {name!r} is not a valid name of a ControlNet")
         self._database = database
+        self.shared = shared
         self.root = root.resolve() if root is not None else None
         self._fixed = {name: Path(folder).absolute() for name, folder in fixed.items()}
         self._added: dict[str, str] = {}
@@ -119,8 +148,11 @@ class ControlNetCatalogue:
     async def open(self) -> None:
         """Open the catalogue's file, and read the ControlNets added by callers.
 
-        Raises ConfigError, DataLoss, StorageUnavailable.
+        Raises ConfigError, DataLoss, StorageUnavailable. A shared catalogue may be away, and is opened later.
         """
+        if self.shared is not None:
+            with contextlib.suppress(StorageUnavailable):
+                await self.shared.open()
         try:
             await self._database.open()
         except StorageUnavailable as error:
@@ -137,8 +169,10 @@ class ControlNetCatalogue:
         self._added = await asyncio.to_thread(self._usable, dict(rows))
 
     async def close(self) -> None:
-        """Close the file after pending writes."""
+        """Close the file after pending writes, and the shared catalogue."""
         await self._database.close()
+        if self.shared is not None:
+            await self.shared.close()
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -149,10 +183,18 @@ class ControlNetCatalogue:
         """Return the folder that must contain a ControlNet's files, symlinks resolved; None if it is configured."""
         return None if name in self._fixed else self.root
 
-    def checked(self, name: str, folder: str) -> Path:
+    @property
+    def added(self) -> dict[str, str]:
+        """Folders of the hosted ControlNets that callers have added, relative to the root, by name."""
+        return {name: self._below(Path(folder)) for name, folder in self._added.items() if name not in self._fixed}
+
+    def checked(self, name: str, folder: str, digest: str = "") -> Path:
         """Return the folder, if a caller may add it under this name. Reads the disk.
 
         Raises InvalidRequest, ControlNetExists for a configured name, and TooLarge if there are too many.
+
+        Args:
+            digest: Hash that its files must have, as in Hosted; "" for any.
         """
         violations = []
         if not rules.is_adapter_name(name):
@@ -162,14 +204,21 @@ class ControlNetCatalogue:
         rules.refuse(violations)
         if name in self._fixed:
             raise ControlNetExists(f"the server's configuration has a ControlNet {name}; add it under another name")
-        if name not in self.folders and len(self.folders) >= _MAX_CONTROLNETS:
-            raise TooLarge(
-                f"the server hosts {_MAX_CONTROLNETS} ControlNets, the maximum", metadata={"limit": "controlnets"}
-            )
-        return self._below_root(folder)
+        if name not in self.folders and len(self.folders) >= MAX_CONTROLNETS:
+            raise is_full("the server hosts")
+        path = self._below_root(folder)
+        if digest and _digest_of(path, self.root) != digest:
+            raise _refused(f"the files of {path} are not those that were added as {name}; copy them to this machine")
+        return path
 
-    async def add(self, name: str, folder: Path) -> None:
-        """Add a ControlNet and store it. Raises StorageUnavailable if it could not be stored."""
+    async def add(self, name: str, folder: Path, *, share_as: str = "") -> None:
+        """Add a ControlNet and store it. Raises StorageUnavailable if it could not be stored.
+
+        Args:
+            share_as: Hash with which it is added to the shared catalogue, if there is one; "" to add it here alone.
+        """
+        if self.shared is not None and share_as:
+            await self.shared.add(name, folder=self._below(folder), digest=share_as)
         await self._database.transact(lambda connection: _ADDED.add(connection, [((name, str(folder)), ())]))
         self._added = {**self._added, name: str(folder)}
         self.left_out.pop(name, None)
@@ -177,8 +226,8 @@ class ControlNetCatalogue:
     async def pin(self, name: str, *, pinned: bool) -> None:
         """Store whether a ControlNet is kept in memory. Raises StorageUnavailable, and TooLarge for too many."""
         after = self.pinned | {name} if pinned else self.pinned - {name}
-        if len(after) > _MAX_CONTROLNETS:
-            raise TooLarge(f"{_MAX_CONTROLNETS} ControlNets are pinned, the maximum", metadata={"limit": "pins"})
+        if len(after) > MAX_CONTROLNETS:
+            raise TooLarge(f"{MAX_CONTROLNETS} ControlNets are pinned, the maximum", metadata={"limit": "pins"})
 
         def write(connection: sqlite3.Connection) -> None:
             if pinned:
@@ -188,6 +237,11 @@ class ControlNetCatalogue:
 
         await self._database.transact(write)
         self.pinned = after
+
+    def _below(self, folder: Path) -> str:
+        """Return the path of an added folder relative to the root."""
+        assert self.root is not None, "without a root, none is added"
+        return str(folder.relative_to(self.root))
 
     def _below_root(self, folder: str) -> Path:
         if self.root is None:
@@ -235,11 +289,19 @@ def _refused(rule: str) -> InvalidRequest:
     return InvalidRequest(f"folder: {rule}", violations=[Violation(field="folder", description=rule)])
 
 
+def _digest_of(folder: Path, root: Path | None) -> str:
+    try:
+        return controlnet_digest(folder, root)
+    except (OSError, ValueError) as error:
+        raise _refused(str(error.strerror if isinstance(error, OSError) else error)) from None
+
+
 class ProfileStore:
     """The stored profiles of a server's ControlNets. The catalogue must open the database before `read`."""
 
-    def __init__(self, database: SqliteDatabase) -> None:
+    def __init__(self, database: SqliteDatabase, shared: SharedCatalogue | None = None) -> None:
         self._database = database
+        self._shared = shared
         self._profiles: dict[str, tuple[ResidualProfile, ...]] = {}
 
     async def read(self) -> None:
@@ -250,21 +312,23 @@ class ProfileStore:
             _log.warning("the stored profiles cannot be read; none is used", extra={"text": error.message})
             return
         for _, digest, raw in rows:
-            self._profiles[digest] = (*self.of(digest), *_usable_profile(digest, raw))
+            self._profiles[digest] = (*self.of(digest), *read_profile(digest, raw))
 
     def of(self, digest: str) -> Sequence[ResidualProfile]:
         """Return the profiles of the ControlNet with that digest."""
         return self._profiles.get(digest, ())
 
-    async def set(self, digest: str, profile: ResidualProfile) -> None:
-        """Store a profile. It replaces the one for the same base model.
+    async def set(self, digest: str, profile: ResidualProfile, *, share: bool = True) -> None:
+        """Store a profile, also in the shared catalogue if `share`. It replaces the one for the same base model.
 
         Raises StorageUnavailable if it could not be stored.
         """
+        if self._shared is not None and share:
+            await self._shared.set_profile(digest, profile)
         others = [other for other in self.of(digest) if other.model_hash != profile.model_hash]
         kept = tuple([*others, profile][-MAX_PROFILES:])
         profiles = {key: value for key, value in self._profiles.items() if key != digest}
-        forgotten = [digest, *list(profiles)[: max(0, len(profiles) + 1 - _MAX_PROFILED)]]
+        forgotten = [digest, *list(profiles)[: max(0, len(profiles) + 1 - MAX_PROFILED)]]
         raws = [stored.SerializeToString(deterministic=True) for stored in kept]
 
         def write(connection: sqlite3.Connection) -> None:
@@ -276,7 +340,7 @@ class ProfileStore:
         self._profiles = {key: value for key, value in profiles.items() if key not in forgotten} | {digest: kept}
 
 
-def _usable_profile(digest: str, raw: bytes) -> Iterator[ResidualProfile]:
+def read_profile(digest: str, raw: bytes) -> Iterator[ResidualProfile]:
     """Yield the profile, unless it breaks the current rules."""
     try:
         profile = ResidualProfile.FromString(raw)

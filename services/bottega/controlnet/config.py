@@ -90,6 +90,13 @@ class ControlNetConfig(MemberConfig):
 
     Only one server at a time may use it. Empty: controlnets.db in Bottega's state folder.
     """
+    database: str = ""
+    """URL of a PostgreSQL database (15 or newer) with the ControlNets that callers add, and their profiles.
+
+    Such as postgresql://bottega@db.example/bottega, with the password in PGPASSWORD or PGPASSFILE. All servers with
+    this URL host what is added at one of them. They need the same files below `root`, such as a network folder.
+    `catalogue` has a copy of the list, with which a server goes on while the database is away. Empty: only `catalogue`.
+    """
     start_stall_s: Seconds = 120.0
     """Seconds without progress after which a starting engine counts as hung and is replaced.
 

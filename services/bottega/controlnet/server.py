@@ -182,24 +182,24 @@ class ControlNetServer:
         found.pinned = pinned
         return found
 
-    async def add(self, name: str, folder: str) -> Hosted:
-        """Host another ControlNet and store it in the catalogue.
+    async def add(self, name: str, folder: str, *, digest: str = "") -> Hosted:
+        """Host another ControlNet and store it. `digest` is that of one from the shared catalogue, "" of a caller's.
 
         Raises InvalidRequest, ControlNetExists, TooLarge, ControlNetUnusable, StorageUnavailable, Unavailable.
         """
         async with self._adding:
-            path = await asyncio.to_thread(self._catalogue.checked, name, folder)
+            path = await asyncio.to_thread(self._catalogue.checked, name, folder, digest)
             self._start_engine()
             await asyncio.shield(self._first_hosting)
             hosted = await self._host(name, path)
-            await self._catalogue.add(name, path)
+            await self._catalogue.add(name, path, share_as="" if digest else hosted.digest)
         self._refused.pop(name, None)
         self._hosts_now(hosted)
         _log.info("a ControlNet was added and is hosted", extra={"controlnet": name, "folder": str(path)})
         return hosted
 
-    async def set_profile(self, name: str, digest: str, profile: ResidualProfile) -> Hosted:
-        """Store a measured profile of a hosted ControlNet.
+    async def set_profile(self, name: str, digest: str, profile: ResidualProfile, *, shared: bool = False) -> Hosted:
+        """Store a measured profile of a hosted ControlNet. `shared`: it comes from the shared catalogue.
 
         Raises ControlNetNotFound if none with that name and digest is hosted, and StorageUnavailable.
         """
@@ -207,7 +207,7 @@ class ControlNetServer:
             if not any(net.name == name and net.digest == digest for net in self._beat.controlnets):
                 served = ", ".join(net.name for net in self._beat.controlnets)
                 raise ControlNetNotFound(f"{name} is not hosted here with that hash", metadata={"served": served})
-            await self._profiles.set(digest, profile)
+            await self._profiles.set(digest, profile, share=not shared)
         self._hosted = self._with_profiles(self._beat)
         self._report()
         _log.info("a profile was stored", extra={"controlnet": name, "similarity": profile.similarity})

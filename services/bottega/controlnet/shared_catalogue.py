@@ -1,0 +1,236 @@
+"""The catalogue of ControlNets in PostgreSQL, which all servers of a fleet share, and how a server follows it.
+
+Import this module only where a database is configured: it needs the extra `postgresql`. A row names the folder of a
+ControlNet, below the root of every server, and the hash of its files. What a caller adds at one server is thus hosted
+by all, also by those that join later. The files are not in the database: the root is a folder that all servers mount,
+or has the same files on each machine. A server hosts no files with another hash.
+
+Each server keeps a copy in its own catalogue, so that it starts and serves while the database is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from bottega import rules
+from bottega.background_tasks import BackgroundTasks
+from bottega.controlnet.catalogue import MAX_CONTROLNETS, MAX_PROFILED, ControlNetCatalogue, is_full, read_profile
+from bottega.errors import BottegaError, Unavailable
+from bottega.storage.postgresql import Migration, PostgresDatabase, lock, rows_of
+from bottega.v1.hosted_pb2 import ResidualProfile
+
+if TYPE_CHECKING:
+    from bottega.controlnet.server import ControlNetServer
+
+_log = logging.getLogger(__name__)
+
+_COMPONENT = "controlnets"
+_MIGRATIONS = (
+    Migration(
+        statements="""
+        CREATE TABLE bottega_controlnets (
+            name text COLLATE "C" PRIMARY KEY, folder text NOT NULL, digest text NOT NULL);
+        CREATE TABLE bottega_controlnet_profiles (
+            number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, digest text NOT NULL, model_hash text NOT NULL,
+            profile bytea NOT NULL, UNIQUE (digest, model_hash))
+        """
+    ),
+)
+_PROFILES = "bottega_controlnet_profiles"
+_DROP_PROFILES = f"""
+    DELETE FROM {_PROFILES} WHERE (digest, model_hash) = (%(digest)s, %(model_hash)s)
+        -- The oldest ones, of this ControlNet and of all.
+        OR digest = %(digest)s AND number <= (SELECT number FROM {_PROFILES} WHERE digest = %(digest)s
+            ORDER BY number DESC OFFSET %(others)s LIMIT 1)
+        OR number <= (SELECT number FROM {_PROFILES} ORDER BY number DESC OFFSET %(all)s LIMIT 1)
+"""
+_ADD_PROFILE = f"INSERT INTO {_PROFILES} (digest, model_hash, profile) VALUES (%(digest)s, %(model_hash)s, %(profile)s)"
+# Channel of the notifications of changes.
+_CHANNEL = "bottega_controlnets"
+# Seconds between two looks at the catalogue, in case a notification was missed.
+_LOOK_S = 30.0
+# Seconds after which a ControlNet that could not be hosted is tried again: its files may be copied by then. To compare
+# them may take seconds.
+_RETRY_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedControlNet:
+    """A ControlNet in the shared catalogue."""
+
+    name: str
+    folder: str
+    """Its folder, relative to the root of a server."""
+    digest: str
+    """Hash of its files, as in Hosted."""
+
+
+class SharedCatalogue:
+    """The ControlNets that callers have added at any server of a database, and their profiles.
+
+    Every method may raise StorageUnavailable and DataLoss.
+
+    Args:
+        url: A `postgresql://` URL.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.database = PostgresDatabase(url, application="bottega ControlNet server", max_connections=2)
+        self._migrated = False
+
+    async def open(self) -> None:
+        """Connect, and create or upgrade the tables. Does nothing if that was done.
+
+        Raises ConfigError if the database cannot be used, also later than at the start.
+        """
+        if not self._migrated:
+            await self.database.open()
+            await self.database.migrate(_COMPONENT, _MIGRATIONS)
+            self._migrated = True
+
+    async def close(self) -> None:
+        await self.database.close()
+
+    async def add(self, name: str, *, folder: str, digest: str) -> None:
+        """Add a ControlNet (see SharedControlNet), or replace that of its name. Raises TooLarge."""
+        await self.open()
+        async with self.database.transaction() as connection:
+            await lock(connection, _COMPONENT)
+            query = "SELECT count(*) FROM bottega_controlnets WHERE name <> %s"
+            ((others,),) = await rows_of(connection, query, (name,))
+            if others >= MAX_CONTROLNETS:
+                raise is_full("the shared catalogue has")
+            await connection.execute(
+                "INSERT INTO bottega_controlnets VALUES (%s, %s, %s) ON CONFLICT (name)"
+                " DO UPDATE SET (folder, digest) = (excluded.folder, excluded.digest)",
+                (name, folder, digest),
+            )
+            await connection.execute("SELECT pg_notify(%s, '')", (_CHANNEL,))
+
+    async def set_profile(self, digest: str, profile: ResidualProfile) -> None:
+        """Store a profile of the ControlNet with that digest. It replaces the one for the same base model."""
+        await self.open()
+        async with self.database.transaction() as connection:
+            await lock(connection, _COMPONENT)
+            values = {"digest": digest, "model_hash": profile.model_hash, "others": rules.MAX_PROFILES - 1}
+            values |= {"profile": profile.SerializeToString(deterministic=True), "all": MAX_PROFILED - 1}
+            await connection.execute(_DROP_PROFILES.encode(), values)
+            await connection.execute(_ADD_PROFILE.encode(), values)
+            await connection.execute("SELECT pg_notify(%s, '')", (_CHANNEL,))
+
+    async def read(self) -> Sequence[SharedControlNet]:
+        """Return all ControlNets, sorted by name."""
+        await self.open()
+        rows = await self.database.fetch("SELECT name, folder, digest FROM bottega_controlnets ORDER BY name")
+        return [SharedControlNet(name=name, folder=folder, digest=digest) for name, folder, digest in rows]
+
+    async def profiles_of(self, digests: Sequence[str]) -> Mapping[str, Sequence[ResidualProfile]]:
+        """Return the profiles of ControlNets by digest, oldest first. Damaged ones are logged and skipped."""
+        query = f"SELECT digest, profile FROM {_PROFILES} WHERE digest = ANY(%s) ORDER BY number"
+        found: dict[str, list[ResidualProfile]] = {}
+        for digest, raw in await self.database.fetch(query, (list(digests),)):
+            found.setdefault(digest, []).extend(read_profile(digest, bytes(raw)))
+        return found
+
+
+class CatalogueFollower:
+    """Makes a server host what callers have added at other servers, and tells these what was added here before.
+
+    Args:
+        catalogue: The catalogue of the server.
+        shared: The shared catalogue.
+        server: The server, which has started.
+    """
+
+    def __init__(self, catalogue: ControlNetCatalogue, shared: SharedCatalogue, server: ControlNetServer) -> None:
+        self._catalogue = catalogue
+        self._shared = shared
+        self._server = server
+        self._failed: dict[str, tuple[SharedControlNet, str, float]] = {}
+        """ControlNets that cannot be hosted, by name, with the reasons and the monotonic times of the last tries."""
+        self._readable = True
+        self._wake = asyncio.Event()
+        self._tasks = BackgroundTasks("following the shared catalogue of ControlNets")
+
+    def start(self) -> None:
+        """Begin to follow."""
+        self._tasks.start(self._follow())
+        self._tasks.start(self._listen())
+
+    async def stop(self) -> None:
+        """Stop following."""
+        await self._tasks.cancel()
+
+    async def _follow(self) -> None:
+        while True:
+            await self._look()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._wake.wait()
+            self._wake.clear()
+
+    async def _listen(self) -> None:
+        async with contextlib.aclosing(self._shared.database.listen(_CHANNEL)) as notifications:
+            async for _ in notifications:
+                self._wake.set()
+
+    async def _look(self) -> None:
+        try:
+            nets = await self._shared.read()
+            await self._share_own({net.name for net in nets})
+            for net in nets:
+                await self._host(net)
+            await self._follow_profiles()
+        except BottegaError as error:
+            if self._readable:
+                text = "the shared catalogue of ControlNets cannot be followed; the server goes on with its own copy"
+                _log.error(text, extra={"text": error.message})
+            self._readable = False
+        except Exception:  # noqa: BLE001 - the boundary of the task: without it no change is seen any more
+            _log.exception("following the shared catalogue of ControlNets failed; it is tried again")
+        else:
+            if not self._readable:
+                _log.info("the shared catalogue of ControlNets can be followed again")
+            self._readable = True
+
+    async def _share_own(self, known: set[str]) -> None:
+        """Add what callers have added at this server before it had the database."""
+        digests = {net.name: net.digest for net in self._server.hosted}
+        for name, folder in self._catalogue.added.items():
+            if name not in known and name in digests:
+                await self._shared.add(name, folder=folder, digest=digests[name])
+
+    async def _follow_profiles(self) -> None:
+        hosted = self._server.hosted
+        profiles = await self._shared.profiles_of(sorted({net.digest for net in hosted}))
+        for net in hosted:
+            for profile in profiles.get(net.digest, ()):
+                if profile not in net.profiles:
+                    await self._server.set_profile(net.name, net.digest, profile, shared=True)
+
+    async def _host(self, net: SharedControlNet) -> None:
+        """Make the server host a ControlNet, unless it does, or could not a short while ago."""
+        if any((hosted.name, hosted.digest) == (net.name, net.digest) for hosted in self._server.hosted):
+            self._failed.pop(net.name, None)
+            return
+        failed, reason, failed_at = self._failed.get(net.name, (None, "", 0.0))
+        if failed != net or time.monotonic() - failed_at >= _RETRY_S:
+            try:
+                await self._server.add(net.name, net.folder, digest=net.digest)
+            except BottegaError as error:
+                reason = error.message
+                facts = {"controlnet": net.name, "folder": net.folder, "text": reason}
+                _log.error("a ControlNet of the shared catalogue cannot be hosted; the reason follows", extra=facts)
+                soon = isinstance(error, Unavailable)  # of the server itself, such as an engine that is starting
+                self._failed[net.name] = (net, reason, -math.inf if soon else time.monotonic())
+            else:
+                self._failed.pop(net.name, None)
+                return
+        self._catalogue.left_out[net.name] = f"it is in the shared catalogue, but {reason}"

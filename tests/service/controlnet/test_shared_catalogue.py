@@ -1,0 +1,207 @@
+"""ControlNet servers that share a catalogue in PostgreSQL: each hosts what a caller has added at another one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from bottega import kinds
+from bottega.controlnet import shared_catalogue
+from bottega.controlnet.catalogue import open_catalogue
+from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
+from bottega.controlnet.engine_client import ControlNetEngineClient, ControlNetInspector
+from bottega.controlnet.metrics import ControlNetMetrics
+from bottega.controlnet.server import ControlNetServer
+from bottega.controlnet.shared_catalogue import CatalogueFollower
+from bottega.errors import ConfigError, StorageUnavailable, TooLarge
+from bottega.model_files.digest import controlnet_digest
+from bottega.process.engine_supervisor import EngineListener, EngineTimeouts
+from bottega.v1.controlnet_engine_pb2 import ControlNetEngineEvent, ControlNetEngineReady
+from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
+from tests.fakes.listening import FakeListening
+from tests.support.postgresql import new_database, shared_server
+from tests.support.waiting import eventually
+
+
+class _Engine(ControlNetEngineClient):
+    """An engine that hosts everything, without a process."""
+
+    age_s = 0.0  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(ControlNetEngineConfig(), timeouts=EngineTimeouts(start_stall_s=1, hang_s=1, stall_s=1))
+
+    async def host(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
+        return Hosted(kind=kinds.CONTROLNET, name=name, digest=controlnet_digest(folder, root))
+
+    async def watch(self, listener: EngineListener[ControlNetEngineReady, ControlNetEngineEvent]) -> None:
+        await listener.on_engine_ready(ControlNetEngineReady())
+        await asyncio.Event().wait()
+
+    async def stop(self) -> int | None:
+        return None
+
+
+class _Inspector(ControlNetInspector):
+    async def inspect(self, name: str, folder: Path, root: Path) -> None:
+        """Find nothing wrong."""
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with new_database() as made:
+        yield made
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("edges", "depth"):
+        _write(tmp_path / "root" / name, name)
+    return tmp_path / "root"
+
+
+def _write(folder: Path, content: str) -> str:
+    """Write files of a ControlNet and return their digest."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "weights.safetensors").write_text(content)
+    return controlnet_digest(folder)
+
+
+@contextlib.asynccontextmanager
+async def _serving(name: str, url: str, root: Path, **config: object) -> AsyncIterator[ControlNetServer]:
+    settings = ControlNetConfig(
+        gateway="",
+        name=name,
+        root=str(root),
+        database=url,
+        catalogue=str(root.parent / f"{name}.db"),
+        **config,  # type: ignore[arg-type]
+    )
+    catalogue, profiles = open_catalogue(settings, root.parent)
+    server = ControlNetServer(
+        settings,
+        catalogue=catalogue,
+        profiles=profiles,
+        engine=_Engine(),
+        inspector=_Inspector(),
+        metrics=ControlNetMetrics(CollectorRegistry()),
+        server=FakeListening(),
+    )
+    await server.start()
+    follower = None
+    if catalogue.shared is not None:
+        follower = CatalogueFollower(catalogue, catalogue.shared, server)
+        follower.start()
+    try:
+        yield server
+    finally:
+        if follower is not None:
+            await follower.stop()
+        await server.stop()
+
+
+def _hosted(server: ControlNetServer) -> dict[str, str]:
+    return {net.name: net.digest for net in server.hosted}
+
+
+def _left_out(server: ControlNetServer) -> dict[str, str]:
+    return {item.name: item.reason for item in server.load().left_out}
+
+
+async def test_all_servers_host_what_is_added_at_one_and_so_do_later_ones(url: str, root: Path) -> None:
+    async with _serving("one", url, root) as one, _serving("two", url, root) as two:
+        first = (await one.add("edges", "edges")).digest
+        await eventually(lambda: _hosted(two) == {"edges": first})
+        second = _write(root / "edges", "another version")
+        await two.add("edges", str(root / "edges"))
+        await two.add("depth@shop", "depth")
+        await eventually(lambda: _hosted(one) == _hosted(two))
+        assert _hosted(one)["edges"] == second != first
+        profile = ResidualProfile(model_hash="ab", num_inference_steps=20, similarity=0.995)
+        await one.set_profile("edges", second, profile)
+        await eventually(lambda: [list(net.profiles) for net in two.hosted] == [[], [profile]])
+    async with _serving("three", url, root) as three:
+        await eventually(lambda: set(_hosted(three)) == {"edges", "depth@shop"})
+        await eventually(lambda: [list(net.profiles) for net in three.hosted] == [[], [profile]])
+
+
+async def test_other_files_than_those_that_were_added_are_not_hosted(
+    url: str, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other" / "root"
+    _write(other / "edges", "something else")
+    fixed = {"depth": str(root / "depth")}
+    async with _serving("one", url, root) as one, _serving("two", url, other, controlnets=fixed) as two:
+        edges, depth = (await one.add("edges", "edges")).digest, (await one.add("z", "depth")).digest
+        await one.add("depth", "edges")
+        await eventually(lambda: set(_left_out(two)) == {"edges", "depth", "z"})
+        assert "are not those that were added as edges; copy them to this machine" in _left_out(two)["edges"]
+        assert "there is no such folder" in _left_out(two)["z"]
+        assert "the server's configuration has a ControlNet depth" in _left_out(two)["depth"]
+        assert _hosted(two) == {"depth": depth}
+        shutil.rmtree(other)
+        shutil.copytree(root, other)
+        monkeypatch.setattr(shared_catalogue, "_LOOK_S", 0.05)
+        await one.add("more", "depth")  # so that it looks, and then again: the others failed a short while ago
+        await eventually(lambda: set(_hosted(two)) == {"depth", "more"})
+        monkeypatch.setattr(shared_catalogue, "_RETRY_S", 0.0)
+        await eventually(lambda: _hosted(two) == {"edges": edges, "depth": depth, "more": depth, "z": depth})
+        assert set(_left_out(two)) == {"depth"}
+
+
+async def test_without_the_database_a_server_hosts_its_copy_and_adds_nothing(
+    url: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(shared_catalogue, "_LOOK_S", 0.05)
+    async with _serving("one", url, root) as one:
+        edges = (await one.add("edges", "edges")).digest
+    server, database = shared_server(), urlsplit(url).path[1:]
+    server.execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS false")
+    server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{database}'")
+    async with _serving("one", url, root) as one:
+        assert _hosted(one) == {"edges": edges}
+        with pytest.raises(StorageUnavailable):
+            await one.add("depth", "depth")
+        await eventually(lambda: "goes on with its own copy" in caplog.text)
+        server.execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS true")
+        await eventually(lambda: "can be followed again" in caplog.text)
+        await one.add("depth", "depth")
+    async with _serving("two", url, root) as two:
+        await eventually(lambda: set(_hosted(two)) == {"edges", "depth"})
+
+
+async def test_what_was_added_before_there_was_a_database_is_shared(url: str, root: Path) -> None:
+    async with _serving("one", "", root) as one:
+        edges = (await one.add("edges", "edges")).digest
+    async with _serving("one", url, root), _serving("two", url, root) as two:
+        await eventually(lambda: _hosted(two) == {"edges": edges})
+
+
+async def test_a_shared_catalogue_has_bounds_and_needs_a_root(
+    url: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="set root"):
+        open_catalogue(ControlNetConfig(database=url), root)
+    monkeypatch.setattr(shared_catalogue, "MAX_CONTROLNETS", 1)
+    monkeypatch.setattr(shared_catalogue, "MAX_PROFILED", 2)
+    async with _serving("one", url, root) as one:
+        edges = (await one.add("edges", "edges")).digest
+        with pytest.raises(TooLarge, match="the shared catalogue has"):
+            await one.add("depth", "depth")
+        assert (await one.add("edges", "edges")).digest == edges, "it replaces itself"
+        shared = one._catalogue.shared
+        assert shared is not None
+        for number in range(4):
+            profile = ResidualProfile(model_hash=str(number), num_inference_steps=20, similarity=0.9)
+            await shared.set_profile(edges, profile)
+            await shared.set_profile(edges, profile)
+        kept = await shared.profiles_of([edges])
+        assert [profile.model_hash for profile in kept[edges]] == ["2", "3"]
