@@ -45,7 +45,7 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         self.answers = asyncio.Event()
         self.answers.set()
         self.added: list[tuple[str, str]] = []
-        self.root = ""
+        self.root = self.catalogue = ""
         self.failure: BottegaError | None = None
         self.draining = False
         self.broken: dict[str, str] = {}
@@ -113,7 +113,9 @@ class ScriptedControlNetServer(controlnet_pb2_grpc.ControlNetServiceServicer):
         self, request: controlnet_pb2.ListControlNetsRequest, context: object
     ) -> controlnet_pb2.ListControlNetsResponse:
         nets = [self.nets[name] for name in sorted(self.nets)]
-        return controlnet_pb2.ListControlNetsResponse(controlnets=nets, budget_bytes=1 << 30, root=self.root)
+        return controlnet_pb2.ListControlNetsResponse(
+            controlnets=nets, budget_bytes=1 << 30, root=self.root, catalogue=self.catalogue
+        )
 
     async def AddControlNet(
         self, request: controlnet_pb2.AddControlNetRequest, context: grpc.aio.ServicerContext[Any, Any]

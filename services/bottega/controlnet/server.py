@@ -68,7 +68,7 @@ class ControlNetServer:
     ) -> None:
         self.name = config.name or f"{kinds.CONTROLNET}-{socket.gethostname()}-{os.getpid()}"
         self.budget_bytes = config.engine.budget_bytes
-        self.root = str(catalogue.root or "")
+        self.root, self.catalogue_place = str(catalogue.root or ""), catalogue.place
         self._config = config
         self._catalogue = catalogue
         self._profiles = profiles

@@ -40,7 +40,12 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
     ) -> pb.ListControlNetsResponse:
         """Return the hosted ControlNets."""
         server = self._server
-        return pb.ListControlNetsResponse(controlnets=server.hosted, budget_bytes=server.budget_bytes, root=server.root)
+        return pb.ListControlNetsResponse(
+            controlnets=server.hosted,
+            budget_bytes=server.budget_bytes,
+            root=server.root,
+            catalogue=server.catalogue_place,
+        )
 
     async def AddControlNet(self, request: pb.AddControlNetRequest, _context: _Context) -> pb.AddControlNetResponse:
         """Host another ControlNet."""

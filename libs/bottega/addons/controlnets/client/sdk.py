@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -57,6 +58,32 @@ async def add_to_server(server: FleetMember, request: controlnet_pb2.AddControlN
     except BottegaError as error:
         return AddedControlNet(server=server.name, error=error)
     return AddedControlNet(server=server.name, size_bytes=answer.controlnet.size_bytes)
+
+
+async def _add_to_any(
+    catalogue: str, servers: Sequence[FleetMember], request: controlnet_pb2.AddControlNetRequest
+) -> list[AddedControlNet]:
+    """Ask servers that share a catalogue one after the other until one hosts a ControlNet.
+
+    Returns:
+        Its response, or the errors of all.
+    """
+    refused = []
+    for server in servers:
+        added = await add_to_server(server, request)
+        if added.error is None:
+            return [replace(added, catalogue=catalogue)]
+        refused.append(added)
+    return refused
+
+
+async def _catalogue_of(server: FleetMember) -> str:
+    """Return the catalogue that a server shares; "" if it shares none, or does not answer."""
+    try:
+        async with _SERVERS.open(server) as stub:
+            return (await stub.ListControlNets(controlnet_pb2.ListControlNetsRequest(), timeout=_LIST_S)).catalogue
+    except BottegaError:
+        return ""
 
 
 async def import_root(servers: Sequence[FleetMember]) -> str:
@@ -145,6 +172,8 @@ class AsyncControlNetMethods(AsyncGatewayClient):
     async def add_controlnet(self, name: str, folder: str, *, server: str | None = None) -> tuple[AddedControlNet, ...]:
         """Make ControlNet servers host a ControlNet, and return the response of each.
 
+        Of servers that share a catalogue in a database, one is asked; the others host it soon.
+
         Args:
             name: Name of the ControlNet in requests.
             folder: Folder in Diffusers' layout, on the servers' machines, below the root that their configuration
@@ -158,7 +187,11 @@ class AsyncControlNetMethods(AsyncGatewayClient):
         fleet = await self.fleet()
         request = build_message(controlnet_pb2.AddControlNetRequest(), name=name, folder=folder)
         servers = controlnet_servers(fleet, name=server)
-        return tuple(await asyncio.gather(*(add_to_server(one, request) for one in servers)))
+        groups: dict[tuple[str, str], list[FleetMember]] = {}
+        for one, place in zip(servers, await asyncio.gather(*map(_catalogue_of, servers)), strict=True):
+            groups.setdefault((place, "" if place else one.name), []).append(one)
+        asked = (_add_to_any(place, members, request) for (place, _), members in groups.items())
+        return tuple(itertools.chain.from_iterable(await asyncio.gather(*asked)))
 
     async def controlnet_root(self, *, server: str | None = None) -> str:
         """Return the folder, on the servers' machines, below which added ControlNets must be."""

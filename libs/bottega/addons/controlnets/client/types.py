@@ -64,6 +64,8 @@ class AddedControlNet:
     """Bytes of the ControlNet's weights in memory; 0 after an error."""
     error: BottegaError | None = None
     """Why the server does not host the ControlNet; None if it does."""
+    catalogue: str = ""
+    """Database of the catalogue that the server shares: others with it host the ControlNet soon, too. Empty if none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
