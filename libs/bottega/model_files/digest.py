@@ -192,7 +192,6 @@ def controlnet_digest(folder: Path, root: Path | None = None) -> str:
         OSError: A file cannot be read, or is outside the root.
         ValueError: The files are too large.
     """
-    files = [folder / FILE, *listed(folder, ".safetensors", most=rules.MAX_CONTROLNET_FILES, deep=True)]
     left = _MAX_CONTROLNET_BYTES
 
     def hashed(path: Path) -> str:
@@ -203,7 +202,12 @@ def controlnet_digest(folder: Path, root: Path | None = None) -> str:
                 raise ValueError(f"its files have more than {_MAX_CONTROLNET_BYTES} bytes")
             return _sha256(file, os.fstat(file.fileno()).st_size)
 
-    return files_digest(folder, files, hashed=hashed)
+    return files_digest(folder, controlnet_files(folder), hashed=hashed)
+
+
+def controlnet_files(folder: Path) -> list[Path]:
+    """Return the files of a ControlNet that its digest is made of. Raises OSError."""
+    return [folder / FILE, *listed(folder, ".safetensors", most=rules.MAX_CONTROLNET_FILES, deep=True)]
 
 
 def _sha256(file: BufferedReader, size_bytes: int) -> str:

@@ -96,12 +96,19 @@ def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[Contro
 
 def _shared_catalogue(config: ControlNetConfig) -> SharedCatalogue | None:
     if not config.database:
+        if config.objects:
+            raise ConfigError("objects: has the files of the ControlNets in a database; set database: postgresql://...")
         return None
     if not config.root:
-        raise ConfigError("database: all servers read what is added below the same folder; set root to its path here")
+        raise ConfigError("database: ControlNets that callers add are below a folder; set root to its path")
     from bottega.controlnet.shared_catalogue import SharedCatalogue
 
-    return SharedCatalogue(config.database)
+    files = None
+    if config.objects:
+        from bottega.controlnet.shared_files import SharedFiles
+
+        files = SharedFiles(config.objects, Path(config.root).resolve())
+    return SharedCatalogue(config.database, files)
 
 
 def is_full(owner: str) -> TooLarge:

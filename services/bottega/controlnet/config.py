@@ -10,6 +10,7 @@ from pydantic import ConfigDict, Field
 
 from bottega.config import DeviceName
 from bottega.rpc.server_config import AtLeastOne, DeviceLinksConfig, MemberConfig, NotNegative, Seconds
+from bottega.storage.objects import ObjectsAddress
 from bottega.strict import STRICT
 
 
@@ -94,8 +95,15 @@ class ControlNetConfig(MemberConfig):
     """URL of a PostgreSQL database (15 or newer) with the ControlNets that callers add, and their profiles.
 
     Such as postgresql://bottega@db.example/bottega, with the password in PGPASSWORD or PGPASSFILE. All servers with
-    this URL host what is added at one of them. They need the same files below `root`, such as a network folder.
-    `catalogue` has a copy of the list, with which a server goes on while the database is away. Empty: only `catalogue`.
+    this URL host what is added at one of them. They need `objects`, or the same files below `root`, such as a network
+    folder. `catalogue` has a copy of the list, with which a server goes on while the database is away. Empty: only
+    `catalogue`.
+    """
+    objects: ObjectsAddress = ""
+    """Where the files of ControlNets in `database` are stored: s3://bucket/prefix. Others' are copied below `root`.
+
+    No other database may use the prefix, and no other machine the folder `root`. Endpoint, region, credentials and
+    encryption come from the environment, as for the gateway's `objects`. It needs the package obstore.
     """
     start_stall_s: Seconds = 120.0
     """Seconds without progress after which a starting engine counts as hung and is replaced.

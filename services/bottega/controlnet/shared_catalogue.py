@@ -3,7 +3,8 @@
 Import this module only where a database is configured: it needs the extra `postgresql`. A row names the folder of a
 ControlNet, below the root of every server, and the hash of its files. What a caller adds at one server is thus hosted
 by all, also by those that join later. The files are not in the database: the root is a folder that all servers mount,
-or has the same files on each machine. A server hosts no files with another hash.
+or has the same files on each machine, or a server gets them from S3 (shared_files.py). It hosts no files with another
+hash.
 
 Each server keeps a copy in its own catalogue, so that it starts and serves while the database is away.
 """
@@ -22,12 +23,13 @@ from typing import TYPE_CHECKING
 from bottega import rules
 from bottega.background_tasks import BackgroundTasks
 from bottega.controlnet.catalogue import MAX_CONTROLNETS, MAX_PROFILED, ControlNetCatalogue, is_full, read_profile
-from bottega.errors import BottegaError, Unavailable
+from bottega.errors import BottegaError, InvalidRequest, Unavailable
 from bottega.storage.postgresql import Migration, PostgresDatabase, lock, rows_of
 from bottega.v1.hosted_pb2 import ResidualProfile
 
 if TYPE_CHECKING:
     from bottega.controlnet.server import ControlNetServer
+    from bottega.controlnet.shared_files import SharedFiles  # obstore is optional
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +38,7 @@ _MIGRATIONS = (
     Migration(
         statements="""
         CREATE TABLE bottega_controlnets (
-            name text COLLATE "C" PRIMARY KEY, folder text NOT NULL, digest text NOT NULL);
+            name text COLLATE "C" PRIMARY KEY, folder text NOT NULL, digest text NOT NULL, files text NOT NULL);
         CREATE TABLE bottega_controlnet_profiles (
             number bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY, digest text NOT NULL, model_hash text NOT NULL,
             profile bytea NOT NULL, UNIQUE (digest, model_hash))
@@ -70,6 +72,8 @@ class SharedControlNet:
     """Its folder, relative to the root of a server."""
     digest: str
     """Hash of its files, as in Hosted."""
+    files: str
+    """Description of its files in S3; empty if they are not there."""
 
 
 class SharedCatalogue:
@@ -79,9 +83,11 @@ class SharedCatalogue:
 
     Args:
         url: A `postgresql://` URL.
+        files: The files of the ControlNets in S3; None if servers have them otherwise.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, files: SharedFiles | None = None) -> None:
+        self.files = files
         self.database = PostgresDatabase(url, application="bottega ControlNet server", max_connections=2)
         self._migrated = False
 
@@ -93,14 +99,19 @@ class SharedCatalogue:
         if not self._migrated:
             await self.database.open()
             await self.database.migrate(_COMPONENT, _MIGRATIONS)
+            if self.files is not None:
+                await asyncio.to_thread(self.files.open)
             self._migrated = True
 
     async def close(self) -> None:
+        if self.files is not None:
+            self.files.close()
         await self.database.close()
 
     async def add(self, name: str, *, folder: str, digest: str) -> None:
         """Add a ControlNet (see SharedControlNet), or replace that of its name. Raises TooLarge."""
         await self.open()
+        files = "" if self.files is None else await asyncio.to_thread(self.files.upload, folder)
         async with self.database.transaction() as connection:
             await lock(connection, _COMPONENT)
             query = "SELECT count(*) FROM bottega_controlnets WHERE name <> %s"
@@ -108,9 +119,9 @@ class SharedCatalogue:
             if others >= MAX_CONTROLNETS:
                 raise is_full("the shared catalogue has")
             await connection.execute(
-                "INSERT INTO bottega_controlnets VALUES (%s, %s, %s) ON CONFLICT (name)"
-                " DO UPDATE SET (folder, digest) = (excluded.folder, excluded.digest)",
-                (name, folder, digest),
+                "INSERT INTO bottega_controlnets VALUES (%s, %s, %s, %s) ON CONFLICT (name)"
+                " DO UPDATE SET (folder, digest, files) = (excluded.folder, excluded.digest, excluded.files)",
+                (name, folder, digest, files),
             )
             await connection.execute("SELECT pg_notify(%s, '')", (_CHANNEL,))
 
@@ -119,8 +130,13 @@ class SharedCatalogue:
         await self.open()
         async with self.database.transaction() as connection:
             await lock(connection, _COMPONENT)
-            values = {"digest": digest, "model_hash": profile.model_hash, "others": rules.MAX_PROFILES - 1}
-            values |= {"profile": profile.SerializeToString(deterministic=True), "all": MAX_PROFILED - 1}
+            values: dict[str, object] = {
+                "digest": digest,
+                "model_hash": profile.model_hash,
+                "profile": profile.SerializeToString(deterministic=True),
+                "others": rules.MAX_PROFILES - 1,
+                "all": MAX_PROFILED - 1,
+            }
             await connection.execute(_DROP_PROFILES.encode(), values)
             await connection.execute(_ADD_PROFILE.encode(), values)
             await connection.execute("SELECT pg_notify(%s, '')", (_CHANNEL,))
@@ -128,8 +144,11 @@ class SharedCatalogue:
     async def read(self) -> Sequence[SharedControlNet]:
         """Return all ControlNets, sorted by name."""
         await self.open()
-        rows = await self.database.fetch("SELECT name, folder, digest FROM bottega_controlnets ORDER BY name")
-        return [SharedControlNet(name=name, folder=folder, digest=digest) for name, folder, digest in rows]
+        rows = await self.database.fetch("SELECT name, folder, digest, files FROM bottega_controlnets ORDER BY name")
+        return [
+            SharedControlNet(name=name, folder=folder, digest=digest, files=files)
+            for name, folder, digest, files in rows
+        ]
 
     async def profiles_of(self, digests: Sequence[str]) -> Mapping[str, Sequence[ResidualProfile]]:
         """Return the profiles of ControlNets by digest, oldest first. Damaged ones are logged and skipped."""
@@ -155,6 +174,7 @@ class CatalogueFollower:
         self._server = server
         self._failed: dict[str, tuple[SharedControlNet, str, float]] = {}
         """ControlNets that cannot be hosted, by name, with the reasons and the monotonic times of the last tries."""
+        self._swept: tuple[Sequence[SharedControlNet], set[str]] = ((), set())
         self._readable = True
         self._wake = asyncio.Event()
         self._tasks = BackgroundTasks("following the shared catalogue of ControlNets")
@@ -184,10 +204,11 @@ class CatalogueFollower:
     async def _look(self) -> None:
         try:
             nets = await self._shared.read()
-            await self._share_own({net.name for net in nets})
+            await self._share_own({net.name: net for net in nets})
             for net in nets:
                 await self._host(net)
             await self._follow_profiles()
+            await self._sweep(nets)
         except BottegaError as error:
             if self._readable:
                 text = "the shared catalogue of ControlNets cannot be followed; the server goes on with its own copy"
@@ -200,12 +221,14 @@ class CatalogueFollower:
                 _log.info("the shared catalogue of ControlNets can be followed again")
             self._readable = True
 
-    async def _share_own(self, known: set[str]) -> None:
-        """Add what callers have added at this server before it had the database."""
+    async def _share_own(self, known: Mapping[str, SharedControlNet]) -> None:
+        """Add what callers have added at this server before it had the database, or files from before there was S3."""
         digests = {net.name: net.digest for net in self._server.hosted}
         for name, folder in self._catalogue.added.items():
-            if name not in known and name in digests:
-                await self._shared.add(name, folder=folder, digest=digests[name])
+            digest, net = digests.get(name), known.get(name)
+            lacks_files = net is not None and self._shared.files is not None and not net.files and net.digest == digest
+            if digest is not None and (net is None or lacks_files):
+                await self._shared.add(name, folder=folder, digest=digest)
 
     async def _follow_profiles(self) -> None:
         hosted = self._server.hosted
@@ -215,22 +238,41 @@ class CatalogueFollower:
                 if profile not in net.profiles:
                     await self._server.set_profile(net.name, net.digest, profile, shared=True)
 
+    async def _sweep(self, nets: Sequence[SharedControlNet]) -> None:
+        """Delete files that are not needed any more, if something has changed."""
+        hosted = {net.digest for net in self._server.hosted}
+        if self._shared.files is not None and self._swept != (nets, hosted):
+            digests = hosted | {net.digest for net in nets}
+            described = [net.files for net in nets if net.files]
+            await asyncio.to_thread(self._shared.files.sweep, digests, described)
+            self._swept = nets, hosted
+
     async def _host(self, net: SharedControlNet) -> None:
         """Make the server host a ControlNet, unless it does, or could not a short while ago."""
-        if any((hosted.name, hosted.digest) == (net.name, net.digest) for hosted in self._server.hosted):
-            self._failed.pop(net.name, None)
-            return
         failed, reason, failed_at = self._failed.get(net.name, (None, "", 0.0))
-        if failed != net or time.monotonic() - failed_at >= _RETRY_S:
-            try:
-                await self._server.add(net.name, net.folder, digest=net.digest)
-            except BottegaError as error:
-                reason = error.message
-                facts = {"controlnet": net.name, "folder": net.folder, "text": reason}
+        is_hosted = any((each.name, each.digest) == (net.name, net.digest) for each in self._server.hosted)
+        if failed == net and not is_hosted and time.monotonic() - failed_at < _RETRY_S:
+            return
+        try:
+            if not is_hosted:
+                await self._add(net)
+        except BottegaError as error:
+            soon = isinstance(error, Unavailable)  # of the server itself, such as an engine that is starting
+            self._failed[net.name] = (net, error.message, -math.inf if soon else time.monotonic())
+            self._catalogue.left_out[net.name] = f"it is in the shared catalogue, but {error.message}"
+            if error.message != reason:
+                facts = {"controlnet": net.name, "folder": net.folder, "text": error.message}
                 _log.error("a ControlNet of the shared catalogue cannot be hosted; the reason follows", extra=facts)
-                soon = isinstance(error, Unavailable)  # of the server itself, such as an engine that is starting
-                self._failed[net.name] = (net, reason, -math.inf if soon else time.monotonic())
-            else:
-                self._failed.pop(net.name, None)
-                return
-        self._catalogue.left_out[net.name] = f"it is in the shared catalogue, but {reason}"
+        else:
+            if self._failed.pop(net.name, None) is not None:
+                self._catalogue.left_out.pop(net.name, None)
+
+    async def _add(self, net: SharedControlNet) -> None:
+        """Make the server host a ControlNet from its own files, else from a copy of those in S3."""
+        try:
+            await self._server.add(net.name, net.folder, digest=net.digest)
+        except InvalidRequest:
+            if self._shared.files is None or not net.files:
+                raise
+            folder = await asyncio.to_thread(self._shared.files.fetch, net.digest, net.files)
+            await self._server.add(net.name, folder, digest=net.digest)

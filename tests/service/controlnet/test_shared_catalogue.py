@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from bottega import kinds
-from bottega.controlnet import shared_catalogue
+from bottega.controlnet import shared_catalogue, shared_files
 from bottega.controlnet.catalogue import open_catalogue
 from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
 from bottega.controlnet.engine_client import ControlNetEngineClient, ControlNetInspector
@@ -27,13 +28,12 @@ from bottega.v1.controlnet_engine_pb2 import ControlNetEngineEvent, ControlNetEn
 from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
 from tests.fakes.listening import FakeListening
 from tests.support.postgresql import new_database, shared_server
+from tests.support.s3 import S3Server
 from tests.support.waiting import eventually
 
 
 class _Engine(ControlNetEngineClient):
     """An engine that hosts everything, without a process."""
-
-    age_s = 0.0  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__(ControlNetEngineConfig(), timeouts=EngineTimeouts(start_stall_s=1, hang_s=1, stall_s=1))
@@ -55,7 +55,7 @@ class _Inspector(ControlNetInspector):
 
 
 @pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def url() -> Iterator[str]:
     with new_database() as made:
         yield made
 
@@ -108,6 +108,10 @@ async def _serving(name: str, url: str, root: Path, **config: object) -> AsyncIt
         await server.stop()
 
 
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def _hosted(server: ControlNetServer) -> dict[str, str]:
     return {net.name: net.digest for net in server.hosted}
 
@@ -157,6 +161,35 @@ async def test_other_files_than_those_that_were_added_are_not_hosted(
         assert set(_left_out(two)) == {"depth"}
 
 
+async def test_servers_without_a_common_folder_get_the_files_from_s3(
+    url: str, root: Path, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = s3_server.bucket()
+    objects, other = f"s3://{bucket}/nets", tmp_path / "other" / "root"
+    other.mkdir(parents=True)
+    (root / "edges" / "deep").mkdir()
+    (root / "edges" / "deep" / "more.safetensors").write_text("more")
+    async with _serving("one", url, root, objects=objects) as one:
+        async with _serving("two", url, other, objects=objects) as two:
+            first = (await one.add("edges", "edges")).digest
+            await eventually(lambda: _hosted(two) == {"edges": first})
+            assert (other / "shared" / first / "deep" / "more.safetensors").read_text() == "more"
+            _write(root / "edges", "another version")
+            second = (await one.add("edges", "edges")).digest
+            await eventually(lambda: _hosted(two) == {"edges": second})
+            await eventually(lambda: [path.name for path in (other / "shared").iterdir()] == [second])
+        depth = (await one.add("depth", "depth")).digest
+        monkeypatch.setattr(shared_files, "_UNUSED_S", -1.0)
+        await one.add("pose", "depth")
+        await eventually(lambda: len(s3_server.keys(bucket)) == 4)  # the configurations are equal
+        (key,) = [key for key in s3_server.keys(bucket) if key.endswith(_sha256(b"depth"))]
+        s3_server.put(bucket, key, b"dePth")
+    async with _serving("two", url, other, objects=objects) as two:
+        assert _hosted(two) == {"edges": second}, "its copy"
+        await eventually(lambda: "the object of weights.safetensors in S3 is damaged" in str(_left_out(two)))
+        assert not list((other / "shared").glob(f"*{depth}*"))
+
+
 async def test_without_the_database_a_server_hosts_its_copy_and_adds_nothing(
     url: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -178,11 +211,17 @@ async def test_without_the_database_a_server_hosts_its_copy_and_adds_nothing(
         await eventually(lambda: set(_hosted(two)) == {"edges", "depth"})
 
 
-async def test_what_was_added_before_there_was_a_database_is_shared(url: str, root: Path) -> None:
+async def test_what_was_added_before_there_was_a_database_or_s3_is_shared(
+    url: str, root: Path, tmp_path: Path, s3_server: S3Server
+) -> None:
     async with _serving("one", "", root) as one:
         edges = (await one.add("edges", "edges")).digest
     async with _serving("one", url, root), _serving("two", url, root) as two:
         await eventually(lambda: _hosted(two) == {"edges": edges})
+    objects, other = f"s3://{s3_server.bucket()}/nets", tmp_path / "other" / "root"
+    other.mkdir(parents=True)
+    async with _serving("one", url, root, objects=objects), _serving("three", url, other, objects=objects) as three:
+        await eventually(lambda: _hosted(three) == {"edges": edges})
 
 
 async def test_a_shared_catalogue_has_bounds_and_needs_a_root(
@@ -190,6 +229,8 @@ async def test_a_shared_catalogue_has_bounds_and_needs_a_root(
 ) -> None:
     with pytest.raises(ConfigError, match="set root"):
         open_catalogue(ControlNetConfig(database=url), root)
+    with pytest.raises(ConfigError, match="set database"):
+        open_catalogue(ControlNetConfig(objects="s3://bucket", root=str(root)), root)
     monkeypatch.setattr(shared_catalogue, "MAX_CONTROLNETS", 1)
     monkeypatch.setattr(shared_catalogue, "MAX_PROFILED", 2)
     async with _serving("one", url, root) as one:

@@ -1,0 +1,145 @@
+"""Files of shared ControlNets in S3, for servers whose machines have no folder in common. Needs the extra `s3`.
+
+Each file is an object with its SHA-256 as name. A server copies those of a ControlNet that was added at another one to
+root/shared/<digest>/.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import tempfile
+import threading
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from pydantic import TypeAdapter, ValidationError
+
+from bottega.errors import DataLoss, Unavailable
+from bottega.model_files.digest import controlnet_files, file_digest
+from bottega.storage import os_errors
+from bottega.storage.folders import make, open_below
+from bottega.storage.objects import s3_location
+from bottega.storage.s3 import S3Objects
+
+_NAMES = re.compile(r"[0-9a-f]{64}")
+_FOLDER = "shared"
+_INCOMING = ".incoming-"
+# Objects without a ControlNet stay for so long, because an upload writes them before it adds their ControlNet.
+_UNUSED_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedFile:
+    """A file of a ControlNet."""
+
+    path: str
+    """Its path in the ControlNet's folder."""
+    sha256: str
+    size_bytes: int
+
+
+_FILES = TypeAdapter(tuple[SharedFile, ...])
+
+
+class SharedFiles:
+    """The files of the ControlNets in a shared catalogue. All methods block, and may raise StorageUnavailable.
+
+    Args:
+        place: s3://bucket/prefix.
+        root: Folder of the server's own ControlNets, and of the copies.
+    """
+
+    def __init__(self, place: str, root: Path) -> None:
+        self._objects = S3Objects(s3_location(place), names=_NAMES)
+        self._root = root
+        self._copies = root / _FOLDER
+        self._closed = threading.Event()
+
+    def close(self) -> None:
+        """Let copies that are being made end soon, with an error."""
+        self._closed.set()
+
+    def open(self) -> None:
+        """Test S3, and remove what a killed process has copied in part."""
+        self._objects.probe()
+        with os_errors.translated():
+            for incoming in self._copies.glob(f"{_INCOMING}*"):
+                shutil.rmtree(incoming)
+
+    def upload(self, folder: str) -> str:
+        """Upload the files of a ControlNet, whose folder is relative to the root, and return a description of them."""
+        found = self._root / folder
+        files = []
+        with os_errors.translated():
+            for path in controlnet_files(found):
+                with open_below(path, self._root) as file:
+                    opened = Path(f"/proc/self/fd/{file.fileno()}")
+                    sha256, size_bytes = file_digest(opened), opened.stat().st_size
+                    self._objects.upload(sha256, opened)
+                files.append(SharedFile(path=path.relative_to(found).as_posix(), sha256=sha256, size_bytes=size_bytes))
+        return _FILES.dump_json(tuple(files)).decode()
+
+    def fetch(self, digest: str, description: str) -> str:
+        """Copy the files of a ControlNet below the root, unless they are there; return their folder relative to it.
+
+        Raises DataLoss if an object is not the file that was uploaded. The caller compares the digest.
+        """
+        if not _NAMES.fullmatch(digest):
+            raise _damaged()
+        place = self._copies / digest
+        with os_errors.translated():
+            if not place.is_dir():
+                make(self._copies)
+                with tempfile.TemporaryDirectory(prefix=_INCOMING, dir=self._copies) as incoming:
+                    whole = Path(incoming) / digest
+                    for file in _files(description):
+                        self._copy(file, whole / file.path)
+                    whole.rename(place)
+        return f"{_FOLDER}/{digest}"
+
+    def sweep(self, digests: Collection[str], descriptions: Collection[str]) -> None:
+        """Delete copies and objects of ControlNets that are not in the catalogue any more.
+
+        Args:
+            digests: Hashes of all ControlNets in the catalogue, and of those that the server hosts.
+            descriptions: Results of `upload` for all of them.
+        """
+        used = {file.sha256 for description in descriptions for file in _files(description)}
+        found = self._objects.objects() if used else ()  # of an empty database, others may know better
+        self._objects.remove([item.name for item in found if item.name not in used and item.age_s > _UNUSED_S])
+        with os_errors.translated():
+            for copy in self._copies.glob("[0-9a-f]*"):
+                if copy.name not in digests:
+                    shutil.rmtree(copy)
+
+    def _copy(self, file: SharedFile, target: Path) -> None:
+        hashed = hashlib.sha256()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as copy:
+            for part in self._objects.parts(file.sha256, file.size_bytes):
+                copy.write(part)
+                hashed.update(part)
+                if self._closed.is_set():
+                    raise Unavailable("the ControlNet server is stopping")
+        if hashed.hexdigest() != file.sha256:
+            raise DataLoss(f"the object of {file.path} in S3 is damaged; add the ControlNet again")
+
+
+def _files(description: str) -> Iterator[SharedFile]:
+    """Yield the files of a ControlNet. Raises DataLoss if the description is damaged, or names others."""
+    try:
+        files = _FILES.validate_json(description)
+    except ValidationError:
+        raise _damaged() from None
+    for file in files:
+        path = PurePosixPath(file.path)
+        if path.is_absolute() or ".." in path.parts or not _NAMES.fullmatch(file.sha256):
+            raise _damaged()
+        yield file
+
+
+def _damaged() -> DataLoss:
+    return DataLoss("the description of a ControlNet's files in the database is damaged; add it again")
