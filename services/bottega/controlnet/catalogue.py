@@ -36,7 +36,7 @@ from bottega.storage.folders import HeldElsewhere, ProcessLock, check_below, lis
 from bottega.v1.hosted_pb2 import ResidualProfile
 
 if TYPE_CHECKING:  # psycopg is optional
-    from bottega.controlnet.shared_catalogue import SharedCatalogue
+    from bottega.controlnet.shared_catalogue import SharedControlNetCatalogue
 
 _log = logging.getLogger(__name__)
 
@@ -94,21 +94,21 @@ def open_catalogue(config: ControlNetConfig, state_folder: Path) -> tuple[Contro
     return ControlNetCatalogue(database, root=root, fixed=fixed, shared=shared), ProfileStore(database, shared)
 
 
-def _shared_catalogue(config: ControlNetConfig) -> SharedCatalogue | None:
+def _shared_catalogue(config: ControlNetConfig) -> SharedControlNetCatalogue | None:
     if not config.database:
         if config.objects:
             raise ConfigError("objects: has the files of the ControlNets in a database; set database: postgresql://...")
         return None
     if not config.root:
         raise ConfigError("database: ControlNets that callers add are below a folder; set root to its path")
-    from bottega.controlnet.shared_catalogue import SharedCatalogue
+    from bottega.controlnet.shared_catalogue import SharedControlNetCatalogue
 
     files = None
     if config.objects:
         from bottega.controlnet.shared_files import SharedFiles
 
         files = SharedFiles(config.objects, Path(config.root).resolve())
-    return SharedCatalogue(config.database, files)
+    return SharedControlNetCatalogue(config.database, files)
 
 
 def is_full(owner: str) -> TooLarge:
@@ -137,7 +137,7 @@ class ControlNetCatalogue:
         *,
         root: Path | None,
         fixed: Mapping[str, str],
-        shared: SharedCatalogue | None = None,
+        shared: SharedControlNetCatalogue | None = None,
     ) -> None:
         for name in fixed:
             if not rules.is_adapter_name(name):
@@ -311,7 +311,7 @@ def _digest_of(folder: Path, root: Path | None) -> str:
 class ProfileStore:
     """The stored profiles of a server's ControlNets. The catalogue must open the database before `read`."""
 
-    def __init__(self, database: SqliteDatabase, shared: SharedCatalogue | None = None) -> None:
+    def __init__(self, database: SqliteDatabase, shared: SharedControlNetCatalogue | None = None) -> None:
         self._database = database
         self._shared = shared
         self._profiles: dict[str, tuple[ResidualProfile, ...]] = {}

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bottega import rules
+from bottega.adapter_rules import MAX_PROFILES
 from bottega.background_tasks import BackgroundTasks
 from bottega.controlnet.catalogue import MAX_CONTROLNETS, MAX_PROFILED, ControlNetCatalogue, is_full, read_profile
 from bottega.errors import BottegaError, InvalidRequest, Unavailable
@@ -48,10 +48,11 @@ _MIGRATIONS = (
 _PROFILES = "bottega_controlnet_profiles"
 _DROP_PROFILES = f"""
     DELETE FROM {_PROFILES} WHERE (digest, model_hash) = (%(digest)s, %(model_hash)s)
-        -- The oldest ones, of this ControlNet and of all.
-        OR digest = %(digest)s AND number <= (SELECT number FROM {_PROFILES} WHERE digest = %(digest)s
-            ORDER BY number DESC OFFSET %(others)s LIMIT 1)
-        OR number <= (SELECT number FROM {_PROFILES} ORDER BY number DESC OFFSET %(all)s LIMIT 1)
+        -- The oldest of the others, of this ControlNet and of all.
+        OR digest = %(digest)s AND number <= (SELECT number FROM {_PROFILES}
+            WHERE digest = %(digest)s AND model_hash <> %(model_hash)s ORDER BY number DESC OFFSET %(others)s LIMIT 1)
+        OR number <= (SELECT number FROM {_PROFILES} WHERE (digest, model_hash) <> (%(digest)s, %(model_hash)s)
+            ORDER BY number DESC OFFSET %(all)s LIMIT 1)
 """
 _ADD_PROFILE = f"INSERT INTO {_PROFILES} (digest, model_hash, profile) VALUES (%(digest)s, %(model_hash)s, %(profile)s)"
 # Channel of the notifications of changes.
@@ -76,7 +77,7 @@ class SharedControlNet:
     """Description of its files in S3; empty if they are not there."""
 
 
-class SharedCatalogue:
+class SharedControlNetCatalogue:
     """The ControlNets that callers have added at any server of a database, and their profiles.
 
     Every method may raise StorageUnavailable and DataLoss.
@@ -134,7 +135,7 @@ class SharedCatalogue:
                 "digest": digest,
                 "model_hash": profile.model_hash,
                 "profile": profile.SerializeToString(deterministic=True),
-                "others": rules.MAX_PROFILES - 1,
+                "others": MAX_PROFILES - 1,
                 "all": MAX_PROFILED - 1,
             }
             await connection.execute(_DROP_PROFILES.encode(), values)
@@ -168,7 +169,9 @@ class CatalogueFollower:
         server: The server, which has started.
     """
 
-    def __init__(self, catalogue: ControlNetCatalogue, shared: SharedCatalogue, server: ControlNetServer) -> None:
+    def __init__(
+        self, catalogue: ControlNetCatalogue, shared: SharedControlNetCatalogue, server: ControlNetServer
+    ) -> None:
         self._catalogue = catalogue
         self._shared = shared
         self._server = server

@@ -50,7 +50,7 @@ class _Engine(ControlNetEngineClient):
 
 
 class _Inspector(ControlNetInspector):
-    async def inspect(self, name: str, folder: Path, root: Path) -> None:
+    async def inspect(self, name: str, folder: Path, root: Path | None) -> None:
         """Find nothing wrong."""
 
 
@@ -193,6 +193,7 @@ async def test_servers_without_a_common_folder_get_the_files_from_s3(
 async def test_without_the_database_a_server_hosts_its_copy_and_adds_nothing(
     url: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO")
     monkeypatch.setattr(shared_catalogue, "_LOOK_S", 0.05)
     async with _serving("one", url, root) as one:
         edges = (await one.add("edges", "edges")).digest

@@ -51,7 +51,7 @@ async def test_a_profile_is_there_after_a_restart_and_a_newer_one_takes_its_plac
 async def test_of_very_many_base_models_and_controlnets_the_first_are_forgotten(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bottega.controlnet.catalogue._MAX_PROFILED", 2)
+    monkeypatch.setattr("bottega.controlnet.catalogue.MAX_PROFILED", 2)
     async with opened(file) as profiles:
         for number in range(MAX_PROFILES + 2):
             await profiles.set("ab", profile(f"m{number}"))
