@@ -24,6 +24,7 @@ from tests.support.stored_activations import (
     RECORDING,
     SHAPE,
     SHAPES,
+    Worker,
     drawn,
     drawn_template,
     outputs,
@@ -345,6 +346,36 @@ def test_a_question_whose_store_is_lost_or_says_nothing_is_given_up(far: Scripte
         far.close()
         lost.result(EVENTUALLY_S)
         assert here.source.find(KEY) is None
+
+
+def test_templates_are_spread_over_stores_and_only_those_of_a_lost_one_move() -> None:
+    stores = [ScriptedStore(name) for name in ("one", "two", "three")]
+    keys = [replace(KEY, template=f"{number:064x}") for number in range(24)]
+
+    def asked(here: Worker) -> list[str]:
+        """Return the name of the store that is asked for each template."""
+        names = []
+        for key in keys:
+            here.ask(key)
+            (name,) = (store.name for store in stores for _ in range(store.questions.qsize()))
+            names.append(name)
+            for store in stores:
+                while store.questions.qsize():
+                    store.questions.get()
+        return names
+
+    with worker(*stores) as here:
+        before = asked(here)
+        assert set(before) == {"one", "two", "three"}
+        here.source.set_stores([store.address for store in stores if store.name != "two"])
+        left = asked(here)
+        assert "two" not in left
+        assert [now for now, then in zip(left, before, strict=True) if then != "two"] == [
+            then for then in before if then != "two"
+        ]
+        here.source.set_stores([store.address for store in stores])
+        wait_until(lambda: here.source.linked == len(stores), "the link")
+        assert asked(here) == before
 
 
 def test_a_step_that_is_to_be_written_is_copied_first(store: ScriptedStore) -> None:
