@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,6 +44,8 @@ _SETTINGS = {
     "dynamic_shared_memory_type": "mmap",
     "log_min_messages": "fatal",
 }
+# Of a server with a standby, and of the standby.
+_REPLICATED = {"max_wal_senders": "2", "wal_level": "replica"}
 # Other processes may take a free port before the server does.
 _PORT_TRIES = 5
 _MEMORY = Path("/dev/shm")
@@ -56,21 +58,34 @@ class PostgresServer:
     Args:
         binaries: Folder of `initdb` and `postgres`.
         durable: Whether commits wait for the disk, as in production.
+        settings: Values of PostgreSQL's parameters that differ from those of other servers.
+        primary: The server that it follows as a standby.
     """
 
-    def __init__(self, binaries: Path, *, durable: bool = False) -> None:
+    def __init__(
+        self,
+        binaries: Path,
+        *,
+        durable: bool = False,
+        settings: Mapping[str, str] | None = None,
+        primary: PostgresServer | None = None,
+    ) -> None:
         self._binaries = binaries
         where = _MEMORY if _MEMORY.is_dir() and not durable else Path(tempfile.gettempdir())
         remove_abandoned(where)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
-        self._settings = _SETTINGS | ({} if durable else _FAST)
+        self._settings = {**_SETTINGS, **({} if durable else _FAST), **(settings or {})}
         self._process: subprocess.Popen[bytes] | None = None
         self._numbers = itertools.count()
         self.port = 0
         self._user = _user()
         self.own(self.folder)
-        empty = written_once(f"postgresql-{binaries.parent.name}", self._initialise)
-        shutil.copytree(empty, self._data, symlinks=True)
+        if primary is not None:
+            source = ("-h", str(primary.folder), "-p", str(primary.port), "-U", "postgres")
+            self._run("pg_basebackup", "-D", str(self._data), "-R", "--no-sync", "--checkpoint=fast", *source)
+        else:
+            empty = written_once(f"postgresql-{binaries.parent.name}", self._initialise)
+            shutil.copytree(empty, self._data, symlinks=True)
         for path in (self._data, *self._data.rglob("*")):
             self.own(path)
 
@@ -218,6 +233,24 @@ def running_server(*, durable: bool = False, vector: bool = False) -> Iterator[P
         yield server
     finally:
         server.close()
+
+
+@contextlib.contextmanager
+def running_pair() -> Iterator[tuple[PostgresServer, PostgresServer]]:
+    """Yield a server and its standby, which has every commit before it is acknowledged."""
+    programs = _binaries_or_skip(vector=False)
+    with contextlib.ExitStack() as stack:
+        primary = PostgresServer(programs, settings=_REPLICATED)
+        stack.callback(primary.close)
+        primary.start()
+        standby = PostgresServer(programs, settings=_REPLICATED, primary=primary)
+        stack.callback(standby.close)
+        standby.start()
+        primary.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+        primary.execute("SELECT pg_reload_conf()")
+        query = "SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'"
+        wait_until(lambda: bool(primary.execute(query)), "the standby to follow")
+        yield primary, standby
 
 
 def remove_abandoned(where: Path) -> None:
