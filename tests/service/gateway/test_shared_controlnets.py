@@ -6,6 +6,8 @@ import asyncio
 import shutil
 from pathlib import Path
 
+import pytest
+
 from bottega import kinds
 from bottega.errors import ControlNetNotFound
 from bottega.miniature import WEIGHTS
@@ -33,6 +35,7 @@ async def _listed(house: Running) -> dict[str, str]:
     return {adapter.name: adapter.digest for adapter in adapters}
 
 
+@pytest.mark.slow
 async def test_a_controlnet_added_at_one_server_outlives_it_and_the_scheduler(pictures: str, tmp_path: Path) -> None:
     shutil.copytree(WEIGHTS / "controlnets" / "edges", tmp_path / "root" / "lines")
     lines, other = (ControlNet(name=name, image=png(control_image(1))) for name in ("lines", "other"))
