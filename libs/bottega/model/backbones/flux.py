@@ -79,12 +79,16 @@ class FluxBackbone:
         return doubles + (point - joint) // interval if interval else None
 
     def finish(self, activations: Activations) -> Tensor:
-        network, (height, width) = self.network, activations.size
+        network = self.network
         hidden = activations.points.pop(len(self.blocks) - 1, activations.hidden)
         tokens = network.proj_out(network.norm_out(hidden, activations.embedding))
-        patch = self.patch_size
-        patches = tokens.reshape(len(tokens), height // patch, width // patch, self.latent_channels, patch, patch)
-        prediction: Tensor = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), self.latent_channels, height, width)
+        return self.unpatchify(tokens, activations.size)
+
+    def unpatchify(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
+        """Return patches, [rows, tokens, features], as a prediction of this height and width."""
+        (height, width), patch, channels = size, self.patch_size, self.latent_channels
+        patches = tokens.reshape(len(tokens), height // patch, width // patch, channels, patch, patch)
+        prediction: Tensor = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), channels, height, width)
         return prediction
 
     def pack(self, sample: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from bottega.addons.edits.engine.masked.tokens import MaskedActivations, TokenCa
 from bottega.addons.edits.engine.masked.transformer import MaskedTransformer, PromptCache
 from bottega.device.memory_plan import MemoryPlan
 from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
+from bottega.model.backbones import make_backbone
 from bottega.model.backbones.unet import UNetBackbone
 from bottega.model.operations import Operations
 from bottega.model.rows import Row
@@ -164,7 +165,9 @@ def make_masked_backbone(
         raise UnsupportedNetwork(reason)
     if isinstance(network, UNet2DConditionModel):
         return MaskedBackbone(network, maps=maps, beat=beat, operations=operations, memory=memory)
-    return MaskedJointBackbone(network, beat=beat, operations=operations)
+    plain = make_backbone(network)
+    assert not isinstance(plain, UNetBackbone), "other networks are transformers"
+    return MaskedJointBackbone(plain, beat=beat, operations=operations)
 
 
 def transformer_blocks(network: ModelMixin) -> tuple[str, ...]:

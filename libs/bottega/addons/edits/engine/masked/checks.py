@@ -13,13 +13,18 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
-from diffusers import ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
 from diffusers.models.activations import GEGLU
 from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0, JointAttnProcessor2_0
 from diffusers.models.downsampling import Downsample2D
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.transformers.transformer_flux import (
+    FluxAttnProcessor,
+    FluxSingleTransformerBlock,
+    FluxTransformerBlock,
+)
 from diffusers.models.unets.unet_2d_blocks import (
     CrossAttnDownBlock2D,
     CrossAttnUpBlock2D,
@@ -31,7 +36,8 @@ from diffusers.models.upsampling import Upsample2D
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bottega.addons.edits.engine.masked.tokens import MaskTokens, pack_rows
+from bottega.addons.edits.engine.masked.joint import joint_paths
+from bottega.addons.edits.engine.masked.tokens import MaskTokens, pack_rows, patch_size
 from bottega.addons.edits.engine.sparse.pieces import Rectangle, Tiles
 from bottega.engine.acceleration.acceleration import Probe
 from bottega.engine.encode import Conditions, encode_prompts
@@ -48,6 +54,12 @@ _PARTS = {
     "downsamplers": Downsample2D,
     "upsamplers": Upsample2D,
 }
+# The blocks of transformers, and the processor of their attention.
+_JOINT_BLOCKS: Mapping[type, type] = {
+    JointTransformerBlock: JointAttnProcessor2_0,
+    FluxTransformerBlock: FluxAttnProcessor,
+    FluxSingleTransformerBlock: FluxAttnProcessor,
+}
 # Attributes of FreeU, which changes skip connections in the forward of up blocks.
 _FREEU = ("s1", "s2", "b1", "b2")
 # Optional parts of an attention layer besides its four projections.
@@ -60,7 +72,7 @@ def unsupported(network: ModelMixin) -> str:
 
 
 def _reasons(network: ModelMixin) -> Iterator[str]:
-    if type(network) is SD3Transformer2DModel:
+    if type(network) in (SD3Transformer2DModel, FluxTransformer2DModel):
         yield from _of_joint_blocks(network)
     elif type(network) is UNet2DConditionModel:
         yield from _of_unet(network)
@@ -68,18 +80,22 @@ def _reasons(network: ModelMixin) -> Iterator[str]:
         yield f"blocks of a {type(network).__name__} cannot be masked yet"
 
 
-def _of_joint_blocks(transformer: SD3Transformer2DModel) -> Iterator[str]:
-    if int(transformer.config.patch_size).bit_count() != 1:
+def _of_joint_blocks(transformer: ModelMixin) -> Iterator[str]:
+    if patch_size(transformer).bit_count() != 1:
         yield "the side of a patch is no power of 2"
-    for block in transformer.transformer_blocks:
-        if type(block) is not JointTransformerBlock:
+    for path in joint_paths(transformer):
+        block = transformer.get_submodule(path)
+        processor = _JOINT_BLOCKS.get(type(block))
+        if processor is None:
             yield f"the network has a {type(block).__name__}"
             return
-        if block._chunk_size is not None:
+        if getattr(block, "_chunk_size", None) is not None:
             yield "a feed-forward layer is not in one piece"
-        for attention in filter(None, (block.attn, block.attn2)):
-            if type(attention.processor) is not JointAttnProcessor2_0 or attention.fused_projections:
+        for attention in filter(None, (block.attn, getattr(block, "attn2", None))):
+            if type(attention.processor) is not processor:
                 yield f"an attention layer has the processor {type(attention.processor).__name__}"
+            if attention.fused_projections:
+                yield "an attention layer fuses its projections"
 
 
 def _of_unet(unet: UNet2DConditionModel) -> Iterator[str]:
@@ -103,7 +119,7 @@ def _of_unet(unet: UNet2DConditionModel) -> Iterator[str]:
 
 
 def _of_inputs(network: ModelMixin) -> Iterator[str]:
-    if network.config.in_channels != network.config.out_channels:
+    if network.config.out_channels not in (network.config.in_channels, None):
         yield "the network reads the mask itself"
 
 
@@ -159,7 +175,7 @@ def masked_probe(model: Model) -> Probe:
 
     def run() -> Sequence[Tensor]:
         moves = model.operations.moves
-        packing = pack_rows([tokens] * _ROWS, height * width, model.device, moves)
+        packing = pack_rows([tokens] * _ROWS, height * width, model.device, moves=moves)
         items = packing.pack(maps.flatten(2).transpose(1, 2))
         merged = packing.merge(items, [recorded] * _ROWS)
         rows = tuple(range(_ROWS))

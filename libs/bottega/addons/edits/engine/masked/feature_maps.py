@@ -129,7 +129,7 @@ class FullMaps:
         hidden: Tensor,
         forward: MaskedActivations,
     ) -> Tensor:
-        whole = packed.packing.merge(project_out(transformer, packed, forward), packed.recorded)
+        whole = packed.packing.merge(project_out(transformer, packed), packed.recorded)
         forward.put(f"{path}.proj_out", whole)
         rows, channels, height, width = hidden.shape
         # In place: `hidden` is a residual block's output that nothing else refers to.
@@ -141,13 +141,13 @@ class FullMaps:
         return _output(unet.conv_out(hidden))
 
 
-def project_out(transformer: Transformer2DModel, packed: PackedTokens, forward: MaskedActivations) -> Tensor:
+def project_out(transformer: Transformer2DModel, packed: PackedTokens) -> Tensor:
     """Apply the output projection to computed tokens: [items, channels]."""
-    with forward.spans.packed(packed.packing.offsets):
-        if transformer.use_linear_projection:
-            return _output(transformer.proj_out(packed.items))
-        # The layer is a 1 x 1 convolution: each token is a tile of one element.
-        return _output(transformer.proj_out(packed.items[:, :, None, None])).flatten(1)
+    stream = packed.packing.stream
+    if transformer.use_linear_projection:
+        return stream.run(transformer.proj_out, packed.items)
+    # The layer is a 1 x 1 convolution: each token is a tile of one element.
+    return stream.run(transformer.proj_out, packed.items[:, :, None, None]).flatten(1)
 
 
 def _tokens(feature_map: Tensor) -> Tensor:

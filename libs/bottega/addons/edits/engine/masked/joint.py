@@ -1,4 +1,4 @@
-"""Stable Diffusion 3's transformer for masked rows: image tokens outside masks are read from recordings.
+"""Transformers of Stable Diffusion 3 and Flux.1 for masked rows: image tokens outside masks are read from recordings.
 
 The tokens of the text are computed in every block, because they depend on the prompt and on the masked tokens. The
 computed tokens of image and text attend to all tokens. Source: InstGenIE (2025), which caches Flux in this way.
@@ -13,29 +13,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from diffusers import SD3Transformer2DModel
-from diffusers.models.attention import JointTransformerBlock
+from diffusers import ModelMixin
 from torch import Tensor
-from torch.nn import functional
 
 from bottega.addons.edits.engine.activations import edit_activations
 from bottega.addons.edits.engine.masked.feature_maps import PackedTokens, TokensIn
-from bottega.addons.edits.engine.masked.self_attention import (
-    BlockStart,
-    Projected,
-    attend,
-    attend_jointly,
-    normed_heads,
-    on_items,
-    packed_input,
-    project_block,
-)
-from bottega.addons.edits.engine.masked.tokens import MaskedActivations, Packing, TokenCache
-from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
+from bottega.addons.edits.engine.masked.self_attention import MaskedTokens, packed_input
+from bottega.addons.edits.engine.masked.tokens import MaskedActivations, TokenCache
+from bottega.model.backbone import Activations, Backbone, Block, Inputs, RowSpans
+from bottega.model.backbones.flux import FluxBackbone
 from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
+from bottega.model.joint_blocks import AllTokens, Rotary, modulation, run_block
 from bottega.model.operations import Operations
 from bottega.model.rows import Row
+
+# Lists of blocks in the networks, in order of execution.
+_BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,40 +42,53 @@ class JointActivations(MaskedActivations):
     made: PackedTokens | None = None
     """Output of the block before. None before the first block and where residuals are added; it is then `hidden`."""
 
+    def rotary_of(self, tokens: slice) -> Rotary | None:
+        """Return the positions of some tokens of a row, of all rows; None if the network has no rotary positions."""
+        if self.rotary is None:
+            return None
+        cosines, sines = (table[tokens].repeat(len(self.hidden), 1) for table in self.rotary)
+        return cosines, sines
 
-class MaskedJointBackbone(Sd3Backbone):
+
+class MaskedJointBackbone:
     """A transformer whose rows may reuse recorded activations.
 
     Args:
+        plain: The backbone over whose modules it runs.
         beat: Called after each block, see `Heartbeat`.
     """
 
     def __init__(
         self,
-        transformer: SD3Transformer2DModel,
+        plain: Sd3Backbone | FluxBackbone,
         *,
         beat: Callable[[], None] | None = None,
         operations: Operations | None = None,
     ) -> None:
+        self._plain = plain
         self.spans: RowSpans = RowSpans()
-        self.block_names = joint_blocks(transformer)
+        self.block_names = joint_blocks(plain.network)
+        self.blocks: Sequence[Block] = [
+            Block(name=block.name, run=self._block(index, block.name), needs=block.needs)
+            for index, block in enumerate(plain.blocks)
+        ]
         self._tokens = TokenCache()
         self._beat = beat
         self._operations = operations or Operations()
-        super().__init__(transformer)
 
     def backbone_for(self, rows: Sequence[Row]) -> Backbone | None:
         """Return this backbone for batches with a row that reads or writes a recording; None for others."""
         return self if any(row.activations is not None for row in rows) else None
 
     def begin(self, inputs: Inputs) -> JointActivations:
-        plain = super().begin(inputs)
-        height, width = (side // self.network.config.patch_size for side in plain.size)
+        plain = self._plain.begin(inputs)
+        height, width = (side // self._plain.patch_size for side in plain.size)
         return JointActivations(
             hidden=plain.hidden,
             embedding=plain.embedding,
             context=plain.context,
             size=plain.size,
+            rotary=plain.rotary,
             edits=[edit_activations(activations) for activations in inputs.activations] or [None] * len(plain.hidden),
             cache=self._tokens,
             spans=self.spans,
@@ -92,20 +98,18 @@ class MaskedJointBackbone(Sd3Backbone):
         )
 
     def finish(self, activations: Activations) -> Tensor:
-        forward, network = _masked(activations), self.network
+        forward, network = _masked(activations), self._plain.network
         made = forward.made
         assert made is not None, "the last block has run"
-        # As AdaLayerNormContinuous computes it.
-        embedding = functional.silu(forward.embedding).to(made.items.dtype)
-        scale, shift = network.norm_out.linear(embedding).chunk(2, dim=1)
-        normed = _modulated(network.norm_out.norm(made.items), scale, shift, made.packing)
-        tokens = made.packing.merge(on_items(network.proj_out, normed, made.packing, forward), made.recorded)
+        stream, (scale, shift) = made.packing.stream, modulation(network.norm_out, forward.embedding)
+        normed = stream.modulate(network.norm_out.norm(made.items), shift, scale)
+        tokens = made.packing.merge(stream.run(network.proj_out, normed), made.recorded)
         forward.put(self.block_names[-1], tokens)
-        return self.unpatchify(tokens, forward.size)
+        return self._plain.unpatchify(tokens, forward.size)
 
-    def _joint(self, index: int) -> Callable[[Activations], None]:
-        block, names = self.network.transformer_blocks[index], self.block_names
-        last = index == len(names) - 1
+    def _block(self, index: int, path: str) -> Callable[[Activations], None]:
+        block = self._plain.network.get_submodule(path)
+        names, is_last = self.block_names, index == len(self.block_names) - 1
 
         def run(activations: Activations) -> None:
             forward = _masked(activations)
@@ -118,10 +122,25 @@ class MaskedJointBackbone(Sd3Backbone):
             if index == 0:
                 # A token's embedding depends on its own patch alone, which outside the mask is the recording's.
                 made = packed_input(TokensIn(whole=forward.hidden, as_recorded=masked), masked, packing)
-            run_block = _JointBlock(block, f"transformer_blocks.{index}", forward)
-            items = run_block.run(names[index - 1], made, whole, packing)
+            length = forward.context.shape[1]
+            picture = MaskedTokens(
+                before=names[index - 1],
+                size=forward.tokens,
+                made=made,
+                whole=whole,
+                packing=packing,
+                forward=forward,
+                rotary=forward.rotary_of(slice(length, None)),
+            )
+            prompt = AllTokens(
+                items=forward.context.flatten(0, 1),
+                stream=packing.stream.aligned(length),
+                rotary=forward.rotary_of(slice(length)),
+            )
+            items, texts = run_block(block, path, picture, prompt, forward.embedding, is_last=is_last)
+            forward.context = texts.view_as(forward.context)
             forward.made = PackedTokens(items=items, packing=packing, recorded=recorded)
-            if forward.controlled and not last:
+            if forward.controlled and not is_last:
                 forward.hidden = forward.points[index] = packing.merge(items, recorded)
                 forward.put(names[index], forward.hidden)
                 forward.made = None
@@ -131,77 +150,17 @@ class MaskedJointBackbone(Sd3Backbone):
         return run
 
 
-def joint_blocks(transformer: SD3Transformer2DModel) -> tuple[str, ...]:
+def joint_paths(transformer: ModelMixin) -> tuple[str, ...]:
+    """Return the paths of a transformer's blocks."""
+    return tuple(f"{name}.{index}" for name in _BLOCKS for index in range(len(getattr(transformer, name, ()))))
+
+
+def joint_blocks(transformer: ModelMixin) -> tuple[str, ...]:
     """Return the names of recorded outputs, one for each block.
 
     Only the last projection reads the last block, so it is recorded behind the projection, which has fewer channels.
     """
-    return *(f"transformer_blocks.{index}" for index in range(len(transformer.transformer_blocks) - 1)), "proj_out"
-
-
-class _JointBlock:
-    """A block in one forward pass. `path` is that of its module."""
-
-    def __init__(self, block: JointTransformerBlock, path: str, forward: JointActivations) -> None:
-        self._block = block
-        self._forward = forward
-        norm = block.norm1
-        parts = norm.linear(norm.silu(forward.embedding)).chunk(9 if block.use_dual_attention else 6, dim=1)
-        shift, scale, gate, self._shift_mlp, self._scale_mlp, self._gate_mlp, *second = parts
-        self._attentions = {f"{path}.attn": block.attn}
-        self._modulations, self._gates = [(scale, shift)], [gate]
-        if second:
-            shift, scale, gate = second
-            self._attentions[f"{path}.attn2"] = block.attn2
-            self._modulations.append((scale, shift))
-            self._gates.append(gate)
-
-    def run(self, before: str, made: PackedTokens | None, whole: Tensor | None, packing: Packing) -> Tensor:
-        """Return the computed tokens, [items, channels], and change the text's. See `project_block`."""
-        block, forward = self._block, self._forward
-        start = BlockStart(before=before, size=forward.tokens, attentions=self._attentions, norm=self._norm)
-        items, projected = project_block(start, made, whole, packing, forward)
-        attended = [self._attend_with_text(projected[0], packing)]
-        # The second attention of Stable Diffusion 3.5 is among image tokens.
-        attended += [
-            attend(each.queries, each.keys, each.values, packing, heads=block.attn2.heads) for each in projected[1:]
-        ]
-        for states, attention, gate in zip(attended, self._attentions.values(), self._gates, strict=True):
-            items = items + packing.spread(gate) * on_items(attention.to_out[0], states, packing, forward)
-        normed = _modulated(block.norm2(items), self._scale_mlp, self._shift_mlp, packing)
-        return items + packing.spread(self._gate_mlp) * on_items(block.ff, normed, packing, forward)
-
-    def _norm(self, states: Tensor, packing: Packing | None) -> Sequence[Tensor]:
-        normed = self._block.norm1.norm(states)
-        return [_modulated(normed, scale, shift, packing) for scale, shift in self._modulations]
-
-    def _attend_with_text(self, image: Projected, packing: Packing) -> Tensor:
-        """Return the attention of the image's computed tokens, and run the rest of the block for the text's."""
-        block, attention, context = self._block, self._block.attn, self._forward.context
-        gates: Sequence[Tensor] = ()
-        if block.context_pre_only:
-            normed = block.norm1_context(context, self._forward.embedding)
-        else:
-            normed, *gates = block.norm1_context(context, emb=self._forward.embedding)
-        keys = normed_heads(attention.norm_added_k, attention.add_k_proj(normed), attention.heads)
-        keys = torch.cat([image.keys, keys], dim=1)
-        values = torch.cat([image.values, attention.add_v_proj(normed)], dim=1)
-        if not gates:  # Nothing reads the text's tokens after the last block.
-            return attend(image.queries, keys, values, packing, heads=attention.heads)
-        queries = normed_heads(attention.norm_added_q, attention.add_q_proj(normed), attention.heads)
-        attended, of_text = attend_jointly(image.queries, queries, keys, values, packing, heads=attention.heads)
-        gate, shift_mlp, scale_mlp, gate_mlp = (each[:, None] for each in gates)
-        context = context + gate * attention.to_add_out(of_text)
-        normed = block.norm2_context(context) * (1 + scale_mlp) + shift_mlp
-        self._forward.context = context + gate_mlp * block.ff_context(normed)
-        return attended
-
-
-def _modulated(normed: Tensor, scale: Tensor, shift: Tensor, packing: Packing | None) -> Tensor:
-    """Scale and shift whole tensors, or the items of a packing, by the values of their row, [rows, channels]."""
-    if packing is None:
-        return normed * (1 + scale[:, None]) + shift[:, None]
-    return normed * (1 + packing.spread(scale)) + packing.spread(shift)
+    return *joint_paths(transformer)[:-1], "proj_out"
 
 
 def _masked(activations: Activations) -> JointActivations:

@@ -7,152 +7,114 @@ cached for later edits of the template.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from diffusers.models.attention_processor import Attention
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from bottega.addons.edits.engine.activations import KeptProjections, Projections
 from bottega.addons.edits.engine.masked.feature_maps import PackedTokens, TokensIn
 from bottega.addons.edits.engine.masked.tokens import MaskedActivations, Packing, TokenSet
+from bottega.model.joint_blocks import Norm, ProjectedTokens, ProjectionLayers, Rotary, Started, Stream
 
 # Rows of a guided request.
 _HALVES = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class BlockStart:
-    """The part of a transformer block before its self-attention."""
+class MaskedTokens:
+    """The tokens of the picture before a block, which computes those under the masks."""
 
     before: str
     """Name of the recorded output of the block before."""
     size: tuple[int, int]
     """Height and width in tokens."""
-    attentions: Mapping[str, Attention]
-    """The block's self-attentions, by the names under which their keys and values are cached."""
-    norm: Callable[[Tensor, Packing | None], Sequence[Tensor]]
-    """Returns the input of each self-attention, for whole tensors or for the items of a packing."""
+    made: PackedTokens | None
+    """Output of the block before, or the first block's input; None if tokens outside masks are not recorded."""
+    whole: Tensor | None
+    """The block's input with all tokens, [rows, tokens, channels]; None to merge it from `made`."""
+    packing: Packing
+    """The tokens that the block computes."""
+    forward: MaskedActivations
+    rotary: Rotary | None = None
+    """Positions of all tokens of all rows; None if the network adds positions to its input."""
 
+    @property
+    def stream(self) -> Stream:
+        """The tokens that the block computes."""
+        return self.packing.stream
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Projected:
-    """The projections that a self-attention reads."""
+    def start(self, attentions: Mapping[str, ProjectionLayers], norm: Norm) -> Started:
+        """Run the block up to its self-attentions, whose keys and values are cached by their names.
 
-    queries: Tensor
-    """Of the computed tokens, [items, channels]."""
-    keys: Tensor
-    """Of all tokens, [rows, tokens, channels], like the values."""
-    values: Tensor
+        Without cached keys and values, all tokens are projected from the recorded output of the block before.
+        """
+        kept = [kept_projections(name, self.size, self.made, self.packing, self.forward) for name in attentions]
+        rows = [each for each in kept if each is not None]
+        if self.made is not None and len(rows) == len(kept):
+            items = self.made.items
+            normed = norm(items, self.stream)
+            projected: Sequence[ProjectedTokens] = [
+                self._project_items(layers, of_items, of_rows)
+                for layers, of_items, of_rows in zip(attentions.values(), normed, rows, strict=True)
+            ]
+        else:
+            whole = self._merged()
+            made = self.made
+            items = made.items if made is not None and made.packing is self.packing else self.packing.pack(whole)
+            normed, projected = self._project_whole(attentions, norm, whole)
+            keep_projections(list(attentions), self.size, made, projected, self.forward)
+        return Started(items=items, normed=normed, projected=projected)
 
-
-def project_block(
-    start: BlockStart, made: PackedTokens | None, whole: Tensor | None, packing: Packing, forward: MaskedActivations
-) -> tuple[Tensor, Sequence[Projected]]:
-    """Return the computed tokens of a block's input, [items, channels], and the projections of each self-attention.
-
-    Without cached keys and values, all tokens are projected from the recorded output of the block before.
-
-    Args:
-        made: Output of the block before, or the first block's input; None if tokens outside masks are not recorded.
-        whole: The input with all tokens, [rows, tokens, channels]; None to merge it from `made`.
-        packing: The packing of the tokens that the block computes.
-    """
-    kept = [kept_projections(name, start.size, made, packing, forward) for name in start.attentions]
-    rows = [each for each in kept if each is not None]
-    if made is not None and len(rows) == len(kept):
-        inputs = start.norm(made.items, packing)
-        return made.items, [
-            _project_items(attention, normed, each, packing, forward)
-            for attention, normed, each in zip(start.attentions.values(), inputs, rows, strict=True)
-        ]
-    if whole is None:
-        assert made is not None, "a block has an input"
-        whole = made.packing.merge(made.items, made.recorded)
-        forward.put(start.before, whole)
-    projected = []
-    for attention, normed in zip(start.attentions.values(), start.norm(whole, None), strict=True):
-        keys, values = normed_heads(attention.norm_k, attention.to_k(normed), attention.heads), attention.to_v(normed)
-        queries = _queries(attention, packing.pack(normed), packing, forward)
-        projected.append(Projected(queries=queries, keys=keys, values=values))
-    keep_projections(start, made, projected, forward)
-    return made.items if made is not None and made.packing is packing else packing.pack(whole), projected
-
-
-def _project_items(
-    attention: Attention, normed: Tensor, kept: RowProjections, packing: Packing, forward: MaskedActivations
-) -> Projected:
-    """Project computed tokens only, and merge them with cached keys and values."""
-    keys = normed_heads(attention.norm_k, on_items(attention.to_k, normed, packing, forward), attention.heads)
-    values = on_items(attention.to_v, normed, packing, forward)
-    return Projected(
-        queries=_queries(attention, normed, packing, forward),
-        keys=packing.merge(keys, kept.keys),
-        values=packing.merge(values, kept.values),
-    )
-
-
-def _queries(attention: Attention, normed: Tensor, packing: Packing, forward: MaskedActivations) -> Tensor:
-    return normed_heads(attention.norm_q, on_items(attention.to_q, normed, packing, forward), attention.heads)
-
-
-def normed_heads(norm: nn.Module | None, projected: Tensor, heads: int) -> Tensor:
-    """Apply an attention's norm to each head of queries or keys, [..., channels]; None is no norm."""
-    if norm is None:
-        return projected
-    normed: Tensor = norm(projected.reshape(*projected.shape[:-1], heads, -1))
-    return normed.flatten(-2)
-
-
-def attend(queries: Tensor, keys: Tensor, values: Tensor, packing: Packing, *, heads: int) -> Tensor:
-    """Compute the attention of each row's items to all tokens of the row: [items, channels].
-
-    `queries` is [items, channels]; `keys` and `values` are [rows, length, channels].
-    """
-    nothing = queries.new_empty(packing.rows, 0, queries.shape[-1])
-    return attend_jointly(queries, nothing, keys, values, packing, heads=heads)[0]
-
-
-def attend_jointly(
-    queries: Tensor, others: Tensor, keys: Tensor, values: Tensor, packing: Packing, *, heads: int
-) -> tuple[Tensor, Tensor]:
-    """Compute the attention of each row's items, and of further tokens that every row computes.
-
-    Args:
-        queries: [items, channels].
-        others: Queries of the further tokens, [rows, count, channels].
-        keys: Of all tokens, [rows, length, channels], like the values.
-        values: See `keys`.
-
-    Returns:
-        The attention of both, in the shapes of their queries.
-    """
-    made: list[Tensor] = []
-    beside: list[Tensor] = []
-    for run in packing.runs:
-        count, rows = run.count, slice(run.first, run.last)
-        if not count + others.shape[1]:
-            continue  # No tokens of these rows are computed.
-        span = slice(packing.offsets[run.first], packing.offsets[run.last])
-        asked = queries[span].view(run.last - run.first, count, queries.shape[-1])
-        if others.shape[1]:
-            asked = torch.cat([asked, others[rows]], dim=1)
-        attended = functional.scaled_dot_product_attention(
-            _by_head(asked, heads), _by_head(keys[rows], heads), _by_head(values[rows], heads)
+    def _project_items(self, layers: ProjectionLayers, normed: Tensor, kept: RowProjections) -> ProjectedTokens:
+        """Project computed tokens only, and merge them with cached keys and values."""
+        packing, rotary = self.packing, self._rotary_of_items()
+        keys = packing.merge(layers.keys(normed, self.stream, rotary), kept.keys)
+        values = packing.merge(layers.values(normed, self.stream), kept.values)
+        return ProjectedTokens(
+            queries=layers.queries(normed, self.stream, rotary),
+            keys=keys.flatten(0, 1),
+            values=values.flatten(0, 1),
+            asking=self.stream,
+            read=self.stream.aligned(packing.tokens),
         )
-        attended = attended.transpose(1, 2).flatten(2)
-        made.append(attended[:, :count].flatten(0, 1))
-        beside.append(attended[:, count:])
-    return _joined(made, queries), _joined(beside, others)
 
+    def _project_whole(
+        self, attentions: Mapping[str, ProjectionLayers], norm: Norm, whole: Tensor
+    ) -> tuple[Sequence[Tensor], Sequence[ProjectedTokens]]:
+        """Project all tokens, and return the norm's outputs for the computed ones too."""
+        everything, rotary = self.stream.aligned(self.packing.tokens), self._rotary_of_items()
+        computed, projected = [], []
+        for layers, normed in zip(attentions.values(), norm(whole.flatten(0, 1), everything), strict=True):
+            items = self.packing.pack(normed.view(self.packing.rows, self.packing.tokens, -1))
+            computed.append(items)
+            projected.append(
+                ProjectedTokens(
+                    queries=layers.queries(items, self.stream, rotary),
+                    keys=layers.keys(normed, everything, self.rotary),
+                    values=layers.values(normed, everything),
+                    asking=self.stream,
+                    read=everything,
+                )
+            )
+        return computed, projected
 
-def on_items(layer: nn.Module, items: Tensor, packing: Packing, forward: MaskedActivations) -> Tensor:
-    """Apply a layer to the items of all rows."""
-    with forward.spans.packed(packing.offsets):
-        made: Tensor = layer(items)
-    return made
+    def _merged(self) -> Tensor:
+        """Return the block's input with all tokens."""
+        if self.whole is not None:
+            return self.whole
+        assert self.made is not None, "a block has an input"
+        whole = self.made.packing.merge(self.made.items, self.made.recorded)
+        self.forward.put(self.before, whole)
+        return whole
+
+    def _rotary_of_items(self) -> Rotary | None:
+        """Return the positions of the computed tokens."""
+        index = self.packing.index
+        if self.rotary is None or index is None:
+            return self.rotary
+        cosines, sines = self.rotary
+        return cosines.index_select(0, index), sines.index_select(0, index)
 
 
 def packed_input(tokens: TokensIn, masked: Sequence[bool], packing: Packing) -> PackedTokens | None:
@@ -162,19 +124,6 @@ def packed_input(tokens: TokensIn, masked: Sequence[bool], packing: Packing) -> 
         return None
     recorded = [row if reads else None for row, reads in zip(tokens.whole, masked, strict=True)]
     return PackedTokens(items=packing.pack(tokens.whole), packing=packing, recorded=recorded)
-
-
-def _joined(parts: Sequence[Tensor], empty_like: Tensor) -> Tensor:
-    """Concatenate parts over dimension 0. Without any, the result is empty, as `empty_like` is then."""
-    if not parts:
-        return torch.empty_like(empty_like)
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _by_head(tensor: Tensor, heads: int) -> Tensor:
-    """Reshape [rows, length, channels] to [rows, heads, length, channels per head]."""
-    rows, length, channels = tensor.shape
-    return tensor.view(rows, length, heads, channels // heads).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -210,7 +159,11 @@ def kept_projections(
 
 
 def keep_projections(
-    start: BlockStart, made: PackedTokens | None, projected: Sequence[Projected], forward: MaskedActivations
+    names: Sequence[str],
+    size: tuple[int, int],
+    made: PackedTokens | None,
+    projected: Sequence[ProjectedTokens],
+    forward: MaskedActivations,
 ) -> None:
     """Cache a block's keys and values that depend only on recordings, for later edits of the template.
 
@@ -218,20 +171,29 @@ def keep_projections(
     block before. A transformer's first block uses its recorded input instead, if there is one, because whole
     convolutions mix computed elements into it. Those of all the block's attentions are cached, or of none, because
     they are only read together.
+
+    Args:
+        names: Names of the block's self-attentions.
+        size: Height and width in tokens.
+        made: Output of the block before, or the first block's input.
+        projected: Keys and values of all tokens, for each attention.
+        forward: The state of the forward pass.
     """
     if made is None:
         return
-    pairs = {name: (each.keys, each.values) for name, each in zip(start.attentions, projected, strict=True)}
+    stores = list(_stores(size, made, forward))
+    rows = len(stores)
+    pairs = {
+        name: (each.keys.view(rows, -1, each.keys.shape[1]), each.values.view(rows, -1, each.values.shape[1]))
+        for name, each in zip(names, projected, strict=True)
+    }
     sizes_bytes = {name: keys[0].nbytes + values[0].nbytes for name, (keys, values) in pairs.items()}
-    stores = [
-        store if store is not None and store[1].has_room(sizes_bytes) else None
-        for store in _stores(start.size, made, forward)
-    ]
+    stores = [store if store is not None and store[1].has_room(sizes_bytes) else None for store in stores]
     if not any(stores):
         return
     # Copied, because a view would keep the whole group's tensor alive. Both halves of a lone request are one piece, so
     # that one copy merges them.
-    lone = len(stores) <= _HALVES
+    lone = rows <= _HALVES
     if lone:
         pairs = {name: (keys.clone(), values.clone()) for name, (keys, values) in pairs.items()}
     for row, store in enumerate(stores):

@@ -9,13 +9,14 @@ save nothing as soon as one row computes all tokens, because all other rows woul
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from diffusers import ModelMixin, UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, ModelMixin, UNet2DConditionModel
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
@@ -23,6 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from bottega.addons.edits.engine.activations import EditActivations
 from bottega.device.devices import open_device
 from bottega.model.backbone import Activations, RowSpans
+from bottega.model.backbones.flux import FluxBackbone
+from bottega.model.joint_blocks import Stream
 from bottega.model.operations import Moves
 
 if TYPE_CHECKING:
@@ -91,18 +94,25 @@ class TokenCache:
 def deepest_stride(network: ModelMixin) -> int:
     """Return the side length, in latent elements, of a token at the deepest level of a UNet, or of a transformer."""
     if not isinstance(network, UNet2DConditionModel):
-        return int(network.config.patch_size)
+        return patch_size(network)
     return int(2 ** (len(network.down_blocks) - 1))
 
 
 def finest_stride(network: ModelMixin) -> int:
     """Return the side length, in latent elements, of a token at the finest attention level; 1 without attention."""
     if not isinstance(network, UNet2DConditionModel):
-        return int(network.config.patch_size)
+        return patch_size(network)
     levels = [level for level, block in enumerate(network.down_blocks) if getattr(block, "has_cross_attention", False)]
     if getattr(network.mid_block, "has_cross_attention", False):
         levels.append(len(network.down_blocks) - 1)
     return 1 << min(levels, default=0)
+
+
+def patch_size(transformer: ModelMixin) -> int:
+    """Return the side length, in latent elements, of a transformer's token."""
+    # Flux.1's configuration has 1, because its pipelines make the patches.
+    of_flux = isinstance(transformer, FluxTransformer2DModel)
+    return FluxBackbone.patch_size if of_flux else int(transformer.config.patch_size)
 
 
 def dilate(mask: Tensor, margin: int, stride: int) -> Tensor:
@@ -141,15 +151,6 @@ class MaskLevels:
         return dilate(mask[0, 0].cpu() > 0, self.margin, self.finest)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """Adjacent rows [first, last) that have `count` items each."""
-
-    first: int
-    last: int
-    count: int
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
     """The computed tokens of each row at one resolution."""
@@ -158,9 +159,8 @@ class Packing:
     """Number of rows in whole tensors."""
     tokens: int
     """Number of tokens of each row in whole tensors."""
-    offsets: tuple[int, ...]
-    runs: tuple[Run, ...]
-    """All rows, grouped into runs with equal numbers of items."""
+    stream: Stream
+    """The computed tokens of each row, [items, channels]."""
     index: Tensor | None
     """Position of each item among rows * tokens, int64 [items]; None if every token is computed."""
     moves: Moves | None = None
@@ -173,12 +173,6 @@ class Packing:
             return self.moves.pack(whole, self.index)
         flat = whole.reshape(self.rows * self.tokens, -1)
         return flat if self.index is None else flat.index_select(0, self.index)
-
-    def spread(self, values: Tensor) -> Tensor:
-        """Return a value of each row, [rows, channels], for each of its items, [items, channels]."""
-        if self.index is None or len(self.runs) == 1:
-            return values.repeat_interleave(self.runs[0].count, dim=0)
-        return values.index_select(0, self.index // self.tokens)
 
     def merge(self, items: Tensor, recorded: Sequence[Tensor | None]) -> Tensor:
         """Return a whole tensor from computed items and the recorded tokens of each row.
@@ -203,15 +197,17 @@ class Packing:
 
 
 def pack_rows(
-    sets: Sequence[TokenSet | None], tokens: int, device: torch.device, moves: Moves | None = None
+    sets: Sequence[TokenSet | None],
+    tokens: int,
+    device: torch.device,
+    *,
+    moves: Moves | None = None,
+    spans: RowSpans | None = None,
 ) -> Packing:
     """Return the packing of rows with these token sets. None stands for a row that computes all `tokens`."""
     counts = [tokens if each is None else each.count for each in sets]
-    offsets = [0]
-    for count in counts:
-        offsets.append(offsets[-1] + count)
     index = slots = None
-    if offsets[-1] != len(sets) * tokens:
+    if sum(counts) != len(sets) * tokens:
         everything = torch.arange(tokens)
         places = [row * tokens + (everything if each is None else each.index) for row, each in enumerate(sets)]
         joined = torch.cat(places)
@@ -221,8 +217,7 @@ def pack_rows(
     return Packing(
         rows=len(sets),
         tokens=tokens,
-        offsets=tuple(offsets),
-        runs=tuple(_runs(counts)),
+        stream=Stream.of([(len(list(rows)), count) for count, rows in groupby(counts)], spans or RowSpans()),
         index=index,
         moves=moves,
         slots=slots,
@@ -246,14 +241,6 @@ def _slots(index: Tensor, places: int) -> Tensor:
     slots = torch.full((places,), -1, dtype=torch.int32)
     slots[index] = torch.arange(len(index), dtype=torch.int32)
     return slots
-
-
-def _runs(counts: Sequence[int]) -> Iterator[Run]:
-    first = 0
-    for row, count in enumerate(counts):
-        if row == len(counts) - 1 or counts[row + 1] != count:
-            yield Run(first=first, last=row + 1, count=count)
-            first = row + 1
 
 
 @dataclass(slots=True, kw_only=True)
@@ -308,5 +295,7 @@ class MaskedActivations(Activations):
         if known is None:
             tokens = [self.tokens_of(row) if reads else None for row, reads in enumerate(masked)]
             sets = [None if each is None else each.at(height, width) for each in tokens]
-            known = self._packings[key] = pack_rows(sets, height * width, self.hidden.device, self.moves)
+            known = self._packings[key] = pack_rows(
+                sets, height * width, self.hidden.device, moves=self.moves, spans=self.spans
+            )
         return known

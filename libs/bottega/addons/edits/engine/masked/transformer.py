@@ -19,16 +19,11 @@ from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import Tensor
 
 from bottega.addons.edits.engine.masked.feature_maps import PackedTokens, TokensIn
-from bottega.addons.edits.engine.masked.self_attention import (
-    BlockStart,
-    attend,
-    on_items,
-    packed_input,
-    project_block,
-)
-from bottega.addons.edits.engine.masked.tokens import MaskedActivations, Packing, adjacent
+from bottega.addons.edits.engine.masked.self_attention import MaskedTokens, packed_input
+from bottega.addons.edits.engine.masked.tokens import MaskedActivations, adjacent
 from bottega.device.memory_plan import MemoryPlan
 from bottega.model.backbone import PromptOrigin
+from bottega.model.joint_blocks import ProjectedTokens, ProjectionLayers, Stream, attend
 
 # Room for twenty prompts of SDXL, whose projections take 25 MB in half precision. A running forward holds its own.
 _BUDGET_BYTES = 512 << 20
@@ -141,34 +136,42 @@ class MaskedTransformer:
             packing = forward.packing(size, masked)
             if not place:
                 made = packed_input(tokens, masked, packing)
-            start = BlockStart(
+            start = MaskedTokens(
                 before=self.names[place - 1],
                 size=size,
-                attentions={self._paths[place]: block.attn1},
-                norm=partial(_normed, block),
+                made=made,
+                whole=None if place else tokens.whole,
+                packing=packing,
+                forward=forward,
             )
-            items, (attention,) = project_block(start, made, None if place else tokens.whole, packing, forward)
-            heads = block.attn1.heads
-            attended = attend(attention.queries, attention.keys, attention.values, packing, heads=heads)
-            items = self._behind_attention(place, items, attended, packing, forward)
+            layers = ProjectionLayers.of_picture(block.attn1)
+            started = start.start({self._paths[place]: layers}, partial(_normed, block))
+            (attended,) = attend(started.projected, layers.heads)
+            items = self._behind_attention(place, started.items, attended, packing.stream, forward)
             made = PackedTokens(items=items, packing=packing, recorded=recorded)
         assert made is not None, "a transformer has a block"
         return made
 
     def _behind_attention(
-        self, place: int, items: Tensor, attended: Tensor, packing: Packing, forward: MaskedActivations
+        self, place: int, items: Tensor, attended: Tensor, stream: Stream, forward: MaskedActivations
     ) -> Tensor:
         """Run a block from its self-attention on, whose output is `attended`. Both are [items, channels]."""
         block = self._blocks[place]
         cross = block.attn2
-        items = items + on_items(block.attn1.to_out[0], attended, packing, forward)
+        items = items + stream.run(block.attn1.to_out[0], attended)
         keys, values = project(cross, self._paths[place], forward.context, forward.prompts)
-        queries = on_items(cross.to_q, block.norm2(items), packing, forward)
-        attended = attend(queries, keys, values, packing, heads=cross.heads)
-        items += on_items(cross.to_out[0], attended, packing, forward)
-        items += on_items(block.ff, block.norm3(items), packing, forward)
+        prompt = ProjectedTokens(
+            queries=stream.run(cross.to_q, block.norm2(items)),
+            keys=keys.flatten(0, 1),
+            values=values.flatten(0, 1),
+            asking=stream,
+            read=stream.aligned(keys.shape[1]),
+        )
+        (attended,) = attend([prompt], cross.heads)
+        items += stream.run(cross.to_out[0], attended)
+        items += stream.run(block.ff, block.norm3(items))
         return items
 
 
-def _normed(block: BasicTransformerBlock, states: Tensor, _packing: Packing | None) -> tuple[Tensor]:
-    return (block.norm1(states),)
+def _normed(block: BasicTransformerBlock, items: Tensor, _stream: Stream) -> tuple[Tensor]:
+    return (block.norm1(items),)

@@ -13,19 +13,21 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from diffusers import ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
-from diffusers.models.attention import BasicTransformerBlock, JointTransformerBlock
+from diffusers import FluxTransformer2DModel, ModelMixin, UNet2DConditionModel
+from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 from torch import nn
 
 from bottega.addons.edits.engine.masked.feature_maps import is_plain
-from bottega.addons.edits.engine.masked.joint import joint_blocks
+from bottega.addons.edits.engine.masked.joint import joint_blocks, joint_paths
+from bottega.addons.edits.engine.masked.tokens import patch_size
 from bottega.addons.edits.engine.sparse.maps import convolves_plainly, upsamples_plainly
 
 _Size = tuple[int, int]
 _FLOAT16_BYTES = 2
-# Of prompts; networks with T5 read them behind CLIP's.
+# Of prompts. Stable Diffusion 3 reads T5's behind CLIP's, and Flux.1 dev twice as many of T5's alone.
 _CLIP_TOKENS, _T5_TOKENS = 77, 256
 
 
@@ -74,13 +76,19 @@ def blocks_of(
     if isinstance(network, UNet2DConditionModel):
         made = tuple(_Walk(size=size, prompt_tokens=prompt_tokens or _CLIP_TOKENS).blocks(network))
     else:
-        made = tuple(_joint_blocks(network, size, prompt_tokens or _CLIP_TOKENS + _T5_TOKENS))
+        made = tuple(_joint_blocks(network, size, prompt_tokens or _joint_tokens(network)))
     kept = tuple(block for block in made if sparse or block.kind is BlockKind.TRANSFORMER)
     recorded = Counter(name for block in kept for name in block.names)
     twice = [name for name, count in recorded.items() if count > 1]
     if twice:
         raise ValueError(f"two blocks record {twice[0]}")
     return kept
+
+
+def _joint_tokens(transformer: ModelMixin) -> int:
+    if isinstance(transformer, FluxTransformer2DModel):
+        return 2 * _T5_TOKENS if transformer.config.guidance_embeds else _T5_TOKENS
+    return _CLIP_TOKENS + _T5_TOKENS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,18 +210,20 @@ class _Walk:
         return self.size[0] * self.size[1]
 
 
-def _joint_blocks(transformer: SD3Transformer2DModel, size: _Size, text: int) -> Iterator[BlockWork]:
+def _joint_blocks(transformer: ModelMixin, size: _Size, text: int) -> Iterator[BlockWork]:
     """Yield the blocks of a transformer that attends to image and text jointly. `text` is its number of tokens."""
-    patch, names = int(transformer.config.patch_size), joint_blocks(transformer)
+    patch, names = patch_size(transformer), joint_blocks(transformer)
     in_tokens = size[0] // patch, size[1] // patch
     tokens = in_tokens[0] * in_tokens[1]
-    for index, (block, name) in enumerate(zip(transformer.transformer_blocks, names, strict=True)):
-        behind = transformer.proj_out if index == len(names) - 1 else None
-        fixed, masked = _joint_flops(block, tokens, text)
+    for path, name in zip(joint_paths(transformer), names, strict=True):
+        block: Any = transformer.get_submodule(path)
+        behind: Any = transformer.proj_out if name == names[-1] else None
+        count = _single_flops if isinstance(block, FluxSingleTransformerBlock) else _joint_flops
+        fixed, masked = count(block, tokens, text, is_last=behind is not None)
         masked += tokens * _flops(behind) if behind is not None else 0.0
         width = block.attn.to_q.in_features if behind is None else behind.out_features
         yield BlockWork(
-            name=f"transformer_blocks.{index}",
+            name=path,
             names=(name,),
             kind=BlockKind.TRANSFORMER,
             size=in_tokens,
@@ -223,17 +233,26 @@ def _joint_blocks(transformer: SD3Transformer2DModel, size: _Size, text: int) ->
         )
 
 
-def _joint_flops(block: JointTransformerBlock, tokens: int, text: int) -> tuple[float, float]:
+def _joint_flops(block: Any, tokens: int, text: int, *, is_last: bool) -> tuple[float, float]:
     """Return a joint block's operations whatever the mask, and those of all image tokens that a mask may leave out."""
-    joint, own = block.attn, [] if block.attn2 is None else [block.attn2]
+    joint, own = block.attn, list(filter(None, [getattr(block, "attn2", None)]))
     projected = sum(_flops(each.to_k) + _flops(each.to_v) for each in (joint, *own))
     computed = sum(_flops(each.to_q) + _flops(each.to_out[0]) for each in (joint, *own)) + _flops_of_all(block.ff)
     # Of a query: it is compared with every key, and adds every value.
     jointly, alone = 4 * int(joint.inner_dim) * (tokens + text), 4 * int(joint.inner_dim) * tokens
     of_text = _flops(joint.add_k_proj) + _flops(joint.add_v_proj)
-    if not block.context_pre_only:  # Nothing reads the text's tokens after the last block.
+    if not is_last:  # Nothing reads the text's tokens after the last block.
         of_text += jointly + _flops(joint.add_q_proj) + _flops(joint.to_add_out) + _flops_of_all(block.ff_context)
     return tokens * projected + text * of_text, tokens * (computed + jointly + alone * len(own))
+
+
+def _single_flops(block: Any, tokens: int, text: int, *, is_last: bool) -> tuple[float, float]:
+    """Return the operations of a block with the same layers for image and text; see `_joint_flops`."""
+    attention = block.attn
+    projected = _flops(attention.to_k) + _flops(attention.to_v)
+    computed = _flops(attention.to_q) + _flops(block.proj_mlp) + _flops(block.proj_out)
+    computed += 4 * int(attention.inner_dim) * (tokens + text)
+    return (tokens + text) * projected + (0 if is_last else text * computed), tokens * computed
 
 
 def _flops_of_all(module: nn.Module) -> float:
