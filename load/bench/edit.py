@@ -1,12 +1,13 @@
 """What do masked blocks and sparse convolutions gain an edit, by the share of tokens that its mask leaves to compute?
 
 The suite's engine, with and without sparse convolutions, against stock Diffusers' inpainting: a process each, equal
-threads, taking turns, medians. The model has the topology of SDXL, Stable Diffusion 2.1 or 3, recordings are in memory,
-and masks are squares. First an exact edit is compared with Diffusers', so that what is timed is known to draw the same.
-Then the network alone: what a forward takes if outputs of blocks are in memory, and if keys and values are too. Last,
-with a transformer, an edit whose recording is loaded as fast as it computes, as `edit-loading` measures it.
+threads, taking turns, medians. The model has the topology of SDXL, Stable Diffusion 2.1 or 3, or Flux.1 schnell,
+recordings are in memory, and masks are squares. First an exact edit is compared with Diffusers', so that what is timed
+is known to draw the same. Then the network alone: what a forward takes if outputs of blocks are in memory, and if keys
+and values are too, and what their operations allow. Last, with a transformer, an edit whose recording is loaded as fast
+as it computes, as `edit-loading` measures it.
 
-A run takes 20 minutes on two cores, and 40 with a transformer.
+A run takes 20 minutes on two cores, 40 with Stable Diffusion 3, and 70 with Flux.1.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.edit_loading import load_by_turns
 from load.bench.edit_model import (
     EDIT_SHAPE,
+    FLUX_EDIT_SHAPE,
     RATIOS,
     SD3_EDIT_SHAPE,
     SD21_EDIT_SHAPE,
@@ -48,14 +50,16 @@ SHAPES: Mapping[str, BenchShape | TransformerShape] = {
     "sdxl": EDIT_SHAPE,
     "sd21": SD21_EDIT_SHAPE,
     "sd3": SD3_EDIT_SHAPE,
+    "flux": FLUX_EDIT_SHAPE,
 }
-TOKENS = {"sdxl": TOKEN, "sd21": SD21_TOKEN, "sd3": TOKEN}
+TOKENS = {"sdxl": TOKEN, "sd21": SD21_TOKEN, "sd3": TOKEN, "flux": TOKEN}
 # Of tokens that masks have. The square of .19 has less than the .2 of the bar of transformers.
-SHARES = {"sdxl": RATIOS, "sd21": RATIOS, "sd3": (0.05, 0.22)}
+SHARES = {"sdxl": RATIOS, "sd21": RATIOS, "sd3": (0.05, 0.22), "flux": (0.05, 0.22)}
 WANTED: Mapping[str, Mapping[str, float]] = {
     "sdxl": {"speedup_19": 2.2, "speedup_19_sparse": 3.0, "speedup_05_sparse": 4.0, "transformer_share": 0.8},
     "sd21": {"speedup_19": 1.3},  # InstGenIE's, on its GPU
     "sd3": {"speedup_22": 1.9, "plan_over_loadfree": 1.05},  # InstGenIE's, of Flux
+    "flux": {"speedup_22": 1.9, "plan_over_loadfree": 1.05},
 }
 # Of fp32 latents.
 TOLERANCE = 1e-4
@@ -150,7 +154,8 @@ def fill(
     """Report medians over Diffusers, by share.
 
     Args:
-        forwards: By share and what is in memory: seconds of one forward, and MiB that a recording of it has.
+        forwards: By share and what is in memory: seconds of one forward, MiB that a recording of it has, and how many
+            times as fast it may be by its transformer blocks' operations.
         wanted: Bars by key.
     """
     for share, by_side in edits.items():
@@ -165,6 +170,8 @@ def fill(
         ]
         whole = _over(by_side, DIFFUSERS, last, "seconds")
         rows.append((f"the whole edit, {last}", f"speedup_{name}{SIDES[last]}_whole", whole))
+        allowed = forwards[share]["outputs"][0]["allowed"]
+        rows.append(("by operations, keys and values projected, at most", f"allowed_{name}", allowed))
         for caching, what in CACHINGS.items():
             over = _over(forwards[share], PLAIN, caching, "seconds")
             rows.append((f"one forward, {what} in memory", f"forward_{name}_{caching}", over))

@@ -35,10 +35,12 @@ SD21_EDIT_SHAPE = BenchShape(
 )
 # Stable Diffusion 3 medium's true width at 1,024 tokens, and four of its 24 blocks.
 SD3_EDIT_SHAPE = TransformerShape(heads=24, blocks=4, sample_size=64)
+# Flux.1's true width at as many tokens, and three of its 57 blocks.
+FLUX_EDIT_SHAPE = TransformerShape(heads=24, blocks=1, single_blocks=2, sample_size=64)
 SIZE = EDIT_SHAPE.side
 """Pixels a side of a picture."""
 TOKEN = 2 * EDIT_SHAPE.latent_scale
-"""Pixels a side of a token of the finest attention level, or of Stable Diffusion 3."""
+"""Pixels a side of a token of the finest attention level, or of a transformer."""
 SD21_TOKEN = SD21_EDIT_SHAPE.latent_scale
 """Pixels a side of such a token in Stable Diffusion 2.1."""
 # Corners of squares lie on multiples of so many pixels, the side of a token of SDXL's coarsest level.

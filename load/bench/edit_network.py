@@ -27,7 +27,7 @@ _HALF_BYTES, _FLOAT_BYTES = 2, 4
 def network(*, model: str, token: int = TOKEN) -> Answer:
     """Make the network alone.
 
-    It answers the seconds of one forward of a guided request's two rows, or without a question the share of a plain
+    It answers the seconds of one forward of a guided request's rows, or without a question the share of a plain
     forward that the transformers of a UNet take.
     """
     return Network(Path(model), token).answer
@@ -86,7 +86,20 @@ class Network:
         edits = [EditActivations(computed=mask, recorded=recorded) for recorded in recordings]
         rows = [replace(row, activations=edit) for row, edit in zip(self._rows, edits, strict=True)]
         seconds = self._denoiser.predict(rows).seconds
-        return {"seconds": seconds, "mib": sum(each.size_bytes for each in recordings) / 2**20}
+        mib = sum(each.size_bytes for each in recordings) / 2**20
+        return {"seconds": seconds, "mib": mib, "allowed": self._allowed(mask)}
+
+    def _allowed(self, mask: Tensor) -> float:
+        """Return the operations of all blocks over those if transformer blocks compute the mask alone."""
+        from bottega.addons.edits.engine.masked.tokens import MaskTokens
+        from bottega.addons.edits.engine.masked.work import BlockKind, blocks_of
+
+        tokens, (height, width, prompt_tokens) = MaskTokens(mask), self._rows[0].size
+        blocks = blocks_of(self._network, (height, width), prompt_tokens=prompt_tokens)
+        sets = [tokens.at(*block.size) if block.kind is BlockKind.TRANSFORMER else None for block in blocks]
+        shares = [1.0 if each is None else each.count / each.total for each in sets]
+        masked = sum(block.flops_at(share) for block, share in zip(blocks, shares, strict=True))
+        return sum(block.flops for block in blocks) / masked
 
     def _recordings(self, caching: str) -> list[InMemory]:
         """Return what was recorded of each row; keys and values are kept in the first forwards that read it."""

@@ -18,6 +18,8 @@ from load.bench.side_process import Answer
 
 # Diffusers' own default of inpainting, and the suite's.
 STRENGTH = 0.9999
+# Of T5 with Flux.1 schnell, whose topology the bench's models have: the suite's default, as Diffusers' is that of dev.
+_SCHNELL_TOKENS = 256
 LATENT = "latent"
 """Name of the tensor in a file of a latent."""
 
@@ -64,6 +66,7 @@ class Stock:
         # PEFT's, of every LoRA beside another one.
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         self.pipeline = stock_pipeline(model)
+        self._is_flux = type(self.pipeline).__name__ == "FluxPipeline"
         self._nets: dict[str, Any] = {}
         self._loras: tuple[str, ...] = ()
         self._fused = False
@@ -136,6 +139,8 @@ class Stock:
             return {}
 
         self._begun_s.clear()
+        if self._is_flux:
+            options["max_sequence_length"] = _SCHNELL_TOKENS
         made = pipeline(
             list(prompts),
             num_inference_steps=steps,
@@ -150,6 +155,9 @@ class Stock:
         if latent:
             from safetensors.torch import save_file
 
+            if self._is_flux:
+                sides = options["height"], options["width"]
+                made = pipeline._unpack_latents(made, *sides, pipeline.vae_scale_factor)
             save_file({LATENT: made.contiguous()}, latent)
         if not stay:
             lora_s += self._set_loras((), fuse=False)

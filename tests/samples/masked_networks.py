@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from diffusers import ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
 from torch import Tensor
 
 from bottega.addons.edits.engine.activations import EditActivations, KeptProjections
 from bottega.addons.edits.engine.masked.backbone import MadeMasked
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network, stack
-from bottega.model.backbone import POOLED
+from bottega.model.backbone import GUIDANCE, POOLED
 from bottega.model.backbones import make_backbone
 from bottega.model.rows import Embeds, Factors, Half, LoraSet, Row
 from bottega.model_files.family_names import UNET
@@ -68,6 +68,26 @@ def small_joint(seed: int = 0, **options: Any) -> SD3Transformer2DModel:
     return transformer.eval()
 
 
+def small_flux(seed: int = 0, **options: Any) -> FluxTransformer2DModel:
+    """Three blocks as those of Flux.1 dev: one with layers of their own for the text's tokens, and two without."""
+    said = {
+        "in_channels": 16,
+        "num_layers": 1,
+        "num_single_layers": 2,
+        "attention_head_dim": 8,
+        "num_attention_heads": 4,
+        "joint_attention_dim": _TEXT,
+        "pooled_projection_dim": _POOLED,
+        "guidance_embeds": True,
+        "axes_dims_rope": (2, 2, 4),
+    } | options
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = FluxTransformer2DModel(**said)
+        _draw_weights(transformer)
+    return transformer.eval()
+
+
 def _draw_weights(network: ModelMixin) -> None:
     for parameter in network.parameters():
         if parameter.dim() > 1:  # its own beginnings are small: what attention makes of them would not be seen
@@ -111,7 +131,7 @@ def plain_row(seed: int, *, size: tuple[int, int] = LATENT, **options: Any) -> R
     prompt = torch.randn(PROMPT_TOKENS, _TEXT, generator=generator)
     sample = torch.randn(4, *size, generator=generator)
     pooled = torch.randn(_POOLED, generator=generator)
-    added = {"text_embeds": torch.zeros(1), "time_ids": torch.zeros(6), POOLED: pooled}
+    added = {"text_embeds": torch.zeros(1), "time_ids": torch.zeros(6), POOLED: pooled, GUIDANCE: torch.tensor([3.5])}
     embeds = Embeds(prompt=prompt, added=added)
     made = Row(owner=seed, step=0, half=Half.CONDITIONAL, sample=sample, timestep=torch.tensor(501.0), embeds=embeds)
     return replace(made, **options)

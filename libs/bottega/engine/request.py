@@ -94,7 +94,7 @@ class Request:
         """Whether each encoded source has neither NaN nor infinity."""
         self._image: Tensor | None = None
         self._step_caches = StepCaches(enabled=spec.step_caching and spec.edit is None and model.unet is None)
-        self._model = model
+        self.model = model
         self._conditions = conditions
         self._sampler = self._new_sampler(self.begin)
         self.first_evaluation, self.last_evaluation = self._sampler.first_evaluation, self._sampler.evaluations
@@ -233,7 +233,7 @@ class Request:
 
     def first_step_from(self, steps: int) -> int:
         """Return the next step if this request starts from the latent that another picture had after `steps` steps."""
-        return self._model.samplers.first_step_from(self.spec.sampler, steps)
+        return self.model.samplers.first_step_from(self.spec.sampler, steps)
 
     def start_from(self, latent: Tensor, steps: int) -> None:
         """Continue from the latent that another picture had after `steps` steps, instead of the steps made so far.
@@ -250,8 +250,8 @@ class Request:
         self._seed()
         shape = tuple(self.latent.shape)
         self._draw(shape)
-        self._sampler.skip_noise(first, shape, self._model.dtype, self._generator)
-        started = self._model.runtime.to_device(latent[None], self._model.dtype)
+        self._sampler.skip_noise(first, shape, self.model.dtype, self._generator)
+        started = self.model.runtime.to_device(latent[None], self.model.dtype)
         if first < steps:
             started = self._sampler.renoise(started, self._draw(shape), steps).to(started.dtype)
         self._step_caches.clear()
@@ -292,9 +292,9 @@ class Request:
             self.evaluation,
             self.latent,
             noise,
-            guidance=Guidance(scale=cfg_scale(self._model, self.spec), rescale=self.spec.guidance_rescale),
+            guidance=Guidance(scale=cfg_scale(self.model, self.spec), rescale=self.spec.guidance_rescale),
             generator=self._generator,
-            operations=self._model.operations,
+            operations=self.model.operations,
         )
         self.evaluation += 1
         if self.edit is not None:
@@ -316,18 +316,18 @@ class Request:
             sampler=self._sampler.state(),
             image_latent=None if self.edit is None else self.edit.image_latent,
             noise=None if self.edit is None else self.edit.noise,
-            image=None if self._image is None else self._image[self._model.mask_channels :],
+            image=None if self._image is None else self._image[self.model.mask_channels :],
             step_caches=dict(self._step_caches.state()),
         )
 
     def _seed(self) -> list[Tensor]:
         """Seed the generator. Return the noise that is drawn first, for control images."""
         self._generator.manual_seed(self.spec.seed + self.index)
-        count = len(self.spec.controlnets) if self._model.family.draws_control_latents else 0
-        return [self._draw(self._shape, encode_dtype(self._model.vae)) for _ in range(count)]
+        count = len(self.spec.controlnets) if self.model.family.draws_control_latents else 0
+        return [self._draw(self._shape, encode_dtype(self.model.vae)) for _ in range(count)]
 
     def _new_sampler(self, begin: int, *, restarts: bool = False) -> Sampler:
-        spec, model = self.spec, self._model
+        spec, model = self.spec, self.model
         return model.samplers.open(
             spec.sampling,
             steps=spec.num_inference_steps,
@@ -342,7 +342,7 @@ class Request:
 
     def _start(self, sources: Sources) -> Tensor:
         """Return the latent before the first step. Random numbers are drawn in Diffusers' order."""
-        if self._model.image_channels:
+        if self.model.image_channels:
             return self._start_from_mask(sources)
         image, mask = sources.image, sources.mask
         if image is None:
@@ -365,12 +365,12 @@ class Request:
         """
         image, mask, masked_image = sources.image, sources.mask, sources.masked_image
         # Diffusers' pipeline of Flux Fill always samples the image, and at strength 1 its first noise level hides it.
-        uses_image = self._strength < 1.0 or self._model.mask_channels > 1
+        uses_image = self._strength < 1.0 or self.model.mask_channels > 1
         source = self._draw_source(image) if image is not None and uses_image else None
         noise = self._draw(self._shape)
         if mask is None or masked_image is None:
             self._image = torch.zeros(
-                self._model.image_channels, *self._shape[2:], device=self._model.device, dtype=self._model.dtype
+                self.model.image_channels, *self._shape[2:], device=self.model.device, dtype=self.model.dtype
             )
         else:
             self._image = torch.cat([mask, self._draw_source(masked_image)], dim=1)[0].contiguous()
@@ -381,24 +381,24 @@ class Request:
     @property
     def _shape(self) -> tuple[int, int, int, int]:
         """Shape of its latent."""
-        scale = self._model.latent_scale
-        return 1, self._model.latent_channels, self.spec.height // scale, self.spec.width // scale
+        scale = self.model.latent_scale
+        return 1, self.model.latent_channels, self.spec.height // scale, self.spec.width // scale
 
     def _draw_source(self, image: LatentDistribution) -> Tensor:
         """Return a sample of an encoded picture's latent."""
         drawn = image.mean + image.std * self._draw(tuple(image.mean.shape), image.mean.dtype)
-        return to_latent(self._model, drawn.to(self._model.dtype))
+        return to_latent(self.model, drawn.to(self.model.dtype))
 
     def _resumed_edit(self, state: RequestState, mask: Tensor | None) -> Edit | None:
         if state.image is not None and mask is not None:
-            self._image = torch.cat([mask[0], self._model.runtime.to_device(state.image, self._model.dtype)])
+            self._image = torch.cat([mask[0], self.model.runtime.to_device(state.image, self.model.dtype)])
         if mask is None or state.image_latent is None or state.noise is None:
             return None
-        to_device = self._model.runtime.to_device
+        to_device = self.model.runtime.to_device
         image_latent, noise = (to_device(tensor, mask.dtype) for tensor in (state.image_latent, state.noise))
         return Edit(image_latent=image_latent, noise=noise, mask=mask)
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Return standard normal noise, in the model's data type if `dtype` is None."""
-        dtype = dtype or self._model.dtype
-        return self._model.runtime.to_device(torch.randn(shape, generator=self._generator, dtype=dtype))
+        dtype = dtype or self.model.dtype
+        return self.model.runtime.to_device(torch.randn(shape, generator=self._generator, dtype=dtype))

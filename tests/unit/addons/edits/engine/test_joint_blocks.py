@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel, SD3Transformer2DModel
+from diffusers import ModelMixin
 from torch import Tensor, nn
 
 from bottega.addons.edits.engine.masked.backbone import make_masked_backbone, transformer_blocks
@@ -30,6 +32,7 @@ from tests.samples.masked_networks import (
     masked,
     plain_row,
     recording,
+    small_flux,
     small_joint,
 )
 from tests.support.manual_engine import load
@@ -37,9 +40,10 @@ from tests.support.stock import assert_close
 
 # Outputs are of the order of 1; a recording in half precision rounds to 11 bits in each of 3 blocks.
 EXACT, FLOAT16 = 2e-5, 2e-2
-NETWORKS: dict[str, dict[str, Any]] = {
-    "SD 3": {"qk_norm": None, "dual_attention_layers": ()},
-    "SD 3.5": {},
+NETWORKS: Mapping[str, Callable[[], ModelMixin]] = {
+    "SD 3": functools.partial(small_joint, qk_norm=None, dual_attention_layers=()),
+    "SD 3.5": small_joint,
+    "Flux": small_flux,
 }
 MASKS = {"corner": box(0, 0, 3, 3), "two": box(0, 1, 2, 2) | box(9, 9, 3, 1), "most": box(1, 0, 13, 16)}
 TOKENS, SMALL_TOKENS = 64, 9
@@ -48,17 +52,17 @@ SMALL = box(4, 4, 6, 6)
 
 
 @pytest.fixture(scope="module", params=NETWORKS)
-def network(request: pytest.FixtureRequest) -> SD3Transformer2DModel:
-    return small_joint(**NETWORKS[request.param])
+def network(request: pytest.FixtureRequest) -> ModelMixin:
+    return NETWORKS[request.param]()
 
 
-def noise_of(network: SD3Transformer2DModel, *rows: Row) -> list[Tensor]:
+def noise_of(network: ModelMixin, *rows: Row) -> list[Tensor]:
     """What the masked blocks predict."""
     prediction = denoiser_of(network, make_masked_backbone(network)).predict(rows)
     return [prediction.noise[row] for row in rows]
 
 
-def plain_noise_of(network: SD3Transformer2DModel, *rows: Row) -> list[Tensor]:
+def plain_noise_of(network: ModelMixin, *rows: Row) -> list[Tensor]:
     """What the plain blocks predict."""
     prediction = denoiser_of(network).predict(rows)
     return [prediction.noise[row] for row in rows]
@@ -69,20 +73,20 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).abs().max())
 
 
-def recorded_of(network: SD3Transformer2DModel, row: Row, dtype: torch.dtype = torch.float16) -> StepInMemory:
+def recorded_of(network: ModelMixin, row: Row, dtype: torch.dtype = torch.float16) -> StepInMemory:
     recorded = StepInMemory(dtype=dtype)
     noise_of(network, recording(row, recorded))
     return recorded
 
 
-def edit_of(network: SD3Transformer2DModel, computed: Tensor, seed: int = 2) -> tuple[Row, StepInMemory]:
+def edit_of(network: ModelMixin, computed: Tensor, seed: int = 2) -> tuple[Row, StepInMemory]:
     """Another picture inside the mask than the one that was recorded, with the same prompt."""
     recorded = recorded_of(network, plain_row(1))
     sample = torch.where(computed, plain_row(seed).sample, plain_row(1).sample)
     return replace(plain_row(1), sample=sample, owner=seed), recorded
 
 
-def test_rows_that_compute_all_tokens_get_what_the_plain_blocks_predict(network: SD3Transformer2DModel) -> None:
+def test_rows_that_compute_all_tokens_get_what_the_plain_blocks_predict(network: ModelMixin) -> None:
     rows = [plain_row(seed) for seed in range(3)]
     plain = plain_noise_of(network, *rows)
     recorded, everything = StepInMemory(), torch.ones(16, 16, dtype=torch.bool)
@@ -94,7 +98,7 @@ def test_rows_that_compute_all_tokens_get_what_the_plain_blocks_predict(network:
     assert distance(plain[0], plain[1]) > 0.5
 
 
-def by_definition(network: SD3Transformer2DModel, row: Row, recorded: StepInMemory, computed: Tensor) -> Tensor:
+def by_definition(network: ModelMixin, row: Row, recorded: StepInMemory, computed: Tensor) -> Tensor:
     """What the plain blocks predict where recorded outputs take the place of what they make of unmasked tokens."""
     inside, handles = MaskTokens(computed).at(8, 8).mask.flatten()[:, None], []
     for name, kept in recorded.outputs.items():
@@ -113,7 +117,7 @@ def by_definition(network: SD3Transformer2DModel, row: Row, recorded: StepInMemo
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_what_is_masked_is_computed_and_the_rest_is_the_recordings(network: SD3Transformer2DModel, mask: str) -> None:
+def test_what_is_masked_is_computed_and_the_rest_is_the_recordings(network: ModelMixin, mask: str) -> None:
     """Beside plain rows, and another edit that reuses everything."""
     computed = MASKS[mask]
     edit, recorded = edit_of(network, computed)
@@ -129,7 +133,7 @@ def test_what_is_masked_is_computed_and_the_rest_is_the_recordings(network: SD3T
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, EXACT), (torch.float16, FLOAT16)])
 def test_a_recording_of_the_same_latents_gives_the_exact_prediction(
-    network: SD3Transformer2DModel, dtype: torch.dtype, bound: float
+    network: ModelMixin, dtype: torch.dtype, bound: float
 ) -> None:
     row = plain_row(1)
     (plain,) = plain_noise_of(network, row)
@@ -137,13 +141,15 @@ def test_a_recording_of_the_same_latents_gives_the_exact_prediction(
     assert distance(ours, plain) < bound
 
 
-def tokens_of_layers(network: SD3Transformer2DModel, *rows: Row) -> dict[str, int]:
-    """Return how many tokens each projection of a forward pass gets."""
+def tokens_of_layers(network: ModelMixin, *rows: Row) -> dict[str, int]:
+    """Return how many tokens each projection of a forward pass gets, in all of its calls."""
     seen: dict[str, int] = {}
     handles = [
-        module.register_forward_pre_hook(lambda _, inputs, path=path: seen.update({path: inputs[0].shape[:-1].numel()}))
+        module.register_forward_pre_hook(
+            lambda _, inputs, path=path: seen.update({path: seen.get(path, 0) + inputs[0].shape[:-1].numel()})
+        )
         for path, module in network.named_modules()
-        if isinstance(module, nn.Linear) and path.startswith(("transformer_blocks", "proj_out"))
+        if isinstance(module, nn.Linear) and path.startswith(("transformer_blocks", "single_", "proj_out"))
     ]
     noise_of(network, *rows)
     for handle in handles:
@@ -151,31 +157,37 @@ def tokens_of_layers(network: SD3Transformer2DModel, *rows: Row) -> dict[str, in
     return seen
 
 
-def test_masked_tokens_and_those_of_the_text_are_computed_alone(network: SD3Transformer2DModel) -> None:
+def text_tokens(path: str, rows: int) -> int:
+    """Return how many tokens of texts a projection gets that gets those of pictures too."""
+    # Nothing reads the text's tokens after the last block, so that they are only attended to.
+    only_read = path.startswith("single_transformer_blocks.1") and not path.endswith((".to_k", ".to_v"))
+    return rows * PROMPT_TOKENS if path.startswith("single_") and not only_read else 0
+
+
+def test_masked_tokens_and_those_of_the_text_are_computed_alone(network: ModelMixin) -> None:
     edit, recorded = edit_of(network, SMALL)
     seen = tokens_of_layers(network, masked(edit, recorded, SMALL), plain_row(5))
     assert "transformer_blocks.2.attn.add_q_proj" not in seen, "nothing reads the text's tokens after the last block"
     for path, tokens in seen.items():
-        if "norm1" in path:
+        if "norm" in path:
             assert tokens == 2, path
         elif path.endswith((".to_k", ".to_v")):
-            assert tokens == 2 * TOKENS, path
+            assert tokens == 2 * TOKENS + text_tokens(path, 2), path
         elif ".add_" in path or "_context" in path or "to_add_out" in path:
             assert tokens == 2 * PROMPT_TOKENS, path
         else:
-            assert tokens == TOKENS + SMALL_TOKENS, path
+            assert tokens == TOKENS + SMALL_TOKENS + text_tokens(path, 2), path
 
 
-def test_cached_keys_and_values_give_the_same_with_less_work(network: SD3Transformer2DModel) -> None:
+def test_cached_keys_and_values_give_the_same_with_less_work(network: ModelMixin) -> None:
     kept = StepProjections(ProjectionsRoom(left_bytes=1 << 30))
     for number, seed in enumerate((2, 3)):
         edit, recorded = edit_of(network, SMALL, seed)
         (wanted,) = noise_of(network, masked(edit, recorded, SMALL))
         row = masked(edit, replace(recorded, projections=kept), SMALL)
         seen = tokens_of_layers(network, row)
-        assert {seen[path] for path in seen if path.endswith((".to_k", ".to_v"))} == {
-            SMALL_TOKENS if number else TOKENS
-        }
+        of_pictures = {seen[path] - text_tokens(path, 1) for path in seen if path.endswith((".to_k", ".to_v"))}
+        assert of_pictures == {SMALL_TOKENS if number else TOKENS}
         (ours,) = noise_of(network, row)
         assert distance(ours, wanted) < EXACT
 
@@ -200,7 +212,7 @@ def test_a_blocks_attentions_are_cached_together_or_not_at_all() -> None:
     assert held == [[], middle, first, first + middle, first + middle, first + middle + last]
 
 
-def test_a_block_that_was_not_recorded_is_computed_in_full(network: SD3Transformer2DModel) -> None:
+def test_a_block_that_was_not_recorded_is_computed_in_full(network: ModelMixin) -> None:
     row = plain_row(1)
     recorded = recorded_of(network, row, torch.float32)
     (plain,) = plain_noise_of(network, row)
@@ -212,7 +224,7 @@ def test_a_block_that_was_not_recorded_is_computed_in_full(network: SD3Transform
         assert (some.reused, len(some.asked)) == (set(kept), len(names))
 
 
-def test_a_masked_row_records_what_it_computes_and_hands_on_the_rest(network: SD3Transformer2DModel) -> None:
+def test_a_masked_row_records_what_it_computes_and_hands_on_the_rest(network: ModelMixin) -> None:
     edit, recorded = edit_of(network, SMALL)
     again, inside = StepInMemory(), MaskTokens(SMALL).at(8, 8).mask.flatten()
     noise_of(network, masked(edit, recorded, SMALL, again))
@@ -222,8 +234,9 @@ def test_a_masked_row_records_what_it_computes_and_hands_on_the_rest(network: SD
         assert not torch.isclose(output[inside], recorded.outputs[name][inside]).all(1).any()
 
 
-def test_half_precision_is_served() -> None:
-    dtype, row, network = torch.bfloat16, plain_row(1), small_joint()
+@pytest.mark.parametrize("make", [small_joint, small_flux])
+def test_half_precision_is_served(make: Callable[[], ModelMixin]) -> None:
+    dtype, row, network = torch.bfloat16, plain_row(1), make()
     (exact,) = plain_noise_of(network, row)
     network.to(dtype)
     row = replace(row, sample=row.sample.to(dtype), embeds=row.embeds.map(lambda each: each.to(dtype)))
@@ -234,16 +247,16 @@ def test_half_precision_is_served() -> None:
 
 
 def test_transformers_of_other_parts_are_refused_with_the_part() -> None:
-    network = small_joint()
+    network, flux = small_joint(), small_flux()
     network.enable_forward_chunking()
     assert unsupported(network) == "a feed-forward layer is not in one piece"
     network.disable_forward_chunking()
     network.fuse_qkv_projections()
     assert unsupported(network) == "an attention layer has the processor FusedJointAttnProcessor2_0"
     assert unsupported(small_joint(patch_size=3)) == "the side of a patch is no power of 2"
-    with torch.device("meta"):
-        flux = FluxTransformer2DModel(num_layers=1, num_single_layers=1)
-    assert unsupported(flux) == "blocks of a FluxTransformer2DModel cannot be masked yet"
+    flux.fuse_qkv_projections()
+    assert unsupported(flux) == "an attention layer fuses its projections"
+    assert unsupported(small_flux(in_channels=24, out_channels=16)) == "the network reads the mask itself"
 
 
 # The rest is about whole edits.
@@ -260,25 +273,38 @@ SPEC = ResolvedSpec(
 )
 
 
-@pytest.fixture(scope="module")
-def model() -> Model:
-    return load(family_model("SD 3.5"))
+@functools.cache
+def model_of(family: str) -> Model:
+    loaded = load(family_model(family))
+    return replace(loaded, defaults=replace(loaded.defaults, width=SIZE, height=SIZE))
 
 
-def edit_order(key: str, *, any_prompt: bool = True, **changes: Any) -> EngineOrder:
-    return masked_order(replace(SPEC, **changes), MASK, image=template(SIZE, SIZE), key=key, any_prompt=any_prompt)
+@pytest.fixture(scope="module", params=["SD 3.5", "Flux dev"])
+def model(request: pytest.FixtureRequest) -> Model:
+    return model_of(request.param)
+
+
+def spec_of(model: Model) -> ResolvedSpec:
+    """Return a spec with two halves of guidance."""
+    return replace(SPEC, true_cfg_scale=3.0, negative_prompt="") if model.family.takes_true_cfg else SPEC
+
+
+def edit_order(model: Model, key: str, *, any_prompt: bool = True, **changes: Any) -> EngineOrder:
+    spec = replace(spec_of(model), **changes)
+    return masked_order(spec, MASK, image=template(SIZE, SIZE), key=key, any_prompt=any_prompt)
 
 
 def test_later_edits_compute_the_mask_alone_and_plain_requests_beside_them_are_exact(model: Model) -> None:
-    desk, first = EditDesk(model), edit_order("first")
+    desk, first = EditDesk(model), edit_order(model, "first")
     drawn = desk.draw(first)
     assert_close(drawn.latents[0], drawn_alone(model, first).latents[0])
     assert drawn.record.provenance.mask.recorded
-    plain = EngineOrder(key="plain", spec=replace(SPEC, strength=None, seed=8))
-    drawings = desk.run({0: [edit_order("again"), edit_order("other", prompt="a red heart", seed=4), plain]})
+    plain = EngineOrder(key="plain", spec=replace(spec_of(model), strength=None, seed=8))
+    edits = [edit_order(model, "again"), edit_order(model, "other", prompt="a red heart", seed=4)]
+    drawings = desk.run({0: [*edits, plain]})
     again, other = drawings["again"].record.provenance, drawings["other"].record.provenance
-    # Three blocks, two halves, four steps.
-    assert (again.blocks_reused, again.blocks_total) == (other.blocks_reused, other.blocks_total) == (24, 24)
+    blocks = len(model.backbone.blocks) * 2 * SPEC.num_inference_steps
+    assert (again.blocks_reused, again.blocks_total) == (other.blocks_reused, other.blocks_total) == (blocks, blocks)
     assert again.mask.computed_share == other.mask.computed_share < 0.5
     # Recordings are float16.
     torch.testing.assert_close(drawings["again"].latents[0], drawn.latents[0], atol=0.02, rtol=0)
@@ -289,9 +315,9 @@ def test_later_edits_compute_the_mask_alone_and_plain_requests_beside_them_are_e
 
 
 def test_keys_and_values_are_cached_for_the_recorded_prompt_alone(model: Model) -> None:
-    """They depend on the prompt, unlike those of UNets."""
+    """They depend on the prompt, unlike those of UNets, and on the guidance scale if the network reads it."""
     desk = EditDesk(model)
-    desk.draw(edit_order("first"))
+    desk.draw(edit_order(model, "first"))
     (recording,) = desk.source.recordings
 
     def cached_bytes() -> dict[Half, int]:
@@ -299,32 +325,37 @@ def test_keys_and_values_are_cached_for_the_recorded_prompt_alone(model: Model) 
         return {half: each.size_bytes for half, each in projections.items()}
 
     steps = list(recording.steps.items())
-    desk.draw(edit_order("other", prompt="a red heart"))
+    if model.embeds_guidance:
+        desk.draw(edit_order(model, "guided", guidance_scale=9.0))
+        assert cached_bytes() == dict.fromkeys(Half, 0)
+    desk.draw(edit_order(model, "other", prompt="a red heart"))
     assert cached_bytes()[Half.CONDITIONAL] == 0 < cached_bytes()[Half.UNCONDITIONAL]
-    desk.draw(edit_order("same", seed=4))
+    desk.draw(edit_order(model, "same", seed=4))
     assert cached_bytes()[Half.CONDITIONAL] == cached_bytes()[Half.UNCONDITIONAL]
-    assert {step.prompt for _, step in steps} == {prompt_of(SPEC, half) for half in Half}
+    prompts = {prompt_of(spec_of(model), half, embeds_guidance=model.embeds_guidance) for half in Half}
+    assert {step.prompt for _, step in steps} == prompts
 
 
 def test_blocks_are_measured_and_compared_under_two_prompts(model: Model) -> None:
-    desk = EditDesk(model)
+    desk, names = EditDesk(model), [block.name for block in model.backbone.blocks]
     profile = desk.edits.profile_blocks(desk.engine, 0, 0)
-    assert [block.name for block in profile.blocks] == [f"transformer_blocks.{index}" for index in range(3)]
+    assert [block.name for block in profile.blocks] == names
     assert all(block.full_s > 0 and min(block.masked_s) > 0 for block in profile.blocks)
     # Prompts have as many tokens as the request's.
-    desk.draw(edit_order("first", max_sequence_length=20))
-    desk.draw(edit_order("other", prompt="a red heart", any_prompt=False, max_sequence_length=20))
+    desk.draw(edit_order(model, "first", max_sequence_length=20))
+    desk.draw(edit_order(model, "other", prompt="a red heart", any_prompt=False, max_sequence_length=20))
     assert desk.edits.cosines is not None
-    assert desk.edits.cosines.cosines.keys() == {"transformer_blocks.0", "transformer_blocks.1"}
+    assert desk.edits.cosines.cosines.keys() == set(names[:-1])
     assert 0 < desk.edits.cosines.mean < 1
 
 
-def test_a_small_template_has_the_block_that_saves_most(model: Model) -> None:
+def test_a_small_template_has_the_block_that_saves_most() -> None:
     """The first block has two attentions. One in half precision takes 16 tokens of 32 channels."""
-    desk, forwards = EditDesk(model), 4 * 2
+    model, forwards = model_of("SD 3.5"), 4 * 2
+    desk = EditDesk(model)
     desk.edits.template_budget_bytes = forwards * 16 * 32 * 2
-    desk.draw(edit_order("first"))
+    desk.draw(edit_order(model, "first"))
     (recording,) = desk.source.recordings
     assert {name for step in recording.steps.values() for name in step.names} == {"transformer_blocks.0"}
-    again = desk.draw(edit_order("again")).record.provenance
+    again = desk.draw(edit_order(model, "again")).record.provenance
     assert (again.blocks_reused, again.blocks_total) == (forwards, 3 * forwards)

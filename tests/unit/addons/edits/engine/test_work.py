@@ -26,6 +26,7 @@ from tests.samples.masked_networks import (
     masked,
     plain_row,
     recording,
+    small_flux,
     small_joint,
     small_unet,
 )
@@ -40,8 +41,9 @@ NETWORKS: dict[str, Callable[[], ModelMixin]] = {
         up_block_types=("CrossAttnUpBlock2D",) * 3,
     ),
     "joint": small_joint,
+    "Flux": small_flux,
 }
-both = pytest.mark.parametrize("network", ["linear", "joint"])
+of_each_kind = pytest.mark.parametrize("network", ["linear", "joint", "Flux"])
 
 
 @torch.no_grad()
@@ -62,7 +64,7 @@ def recorded(network: ModelMixin, size: tuple[int, int], *, sparse: bool) -> Ste
 @pytest.mark.parametrize("sparse", [True, False], ids=["sparse", "full maps"])
 @pytest.mark.parametrize("network", NETWORKS)
 def test_blocks_have_the_names_and_bytes_of_a_recording_in_its_order(network: str, sparse: bool) -> None:
-    size, made = (18, 14) if network == "joint" else (18, 13), NETWORKS[network]()
+    size, made = (18, 14) if network in ("joint", "Flux") else (18, 13), NETWORKS[network]()
     step, blocks = recorded(made, size, sparse=sparse), blocks_of(made, size, sparse=sparse)
     assert [name for block in blocks for name in block.names] == list(step.outputs)
     for block in blocks:
@@ -75,7 +77,7 @@ def test_blocks_have_the_names_and_bytes_of_a_recording_in_its_order(network: st
     assert len({block.name for block in blocks}) == len(blocks)
 
 
-@both
+@of_each_kind
 def test_operations_of_a_whole_row_are_those_that_it_makes(network: str) -> None:
     made = NETWORKS[network]()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
@@ -89,7 +91,7 @@ def masked_flops(blocks: tuple[BlockWork, ...], tokens: MaskTokens) -> float:
     return sum(block.flops_at(tokens.at(*block.size).count / tokens.at(*block.size).total) for block in blocks)
 
 
-@both
+@of_each_kind
 def test_operations_of_a_masked_row_are_those_that_it_makes(network: str) -> None:
     made, size, computed = NETWORKS[network](), (32, 32), box(8, 8, 8, 12, size=(32, 32))
     step = recorded(made, size, sparse=False)

@@ -92,7 +92,9 @@ class ImageReader:
         self._terms = terms
         self._room = room
         self._shapes = shapes
-        self._prompts = {half: prompt_of(request.spec, half) for half in Half}
+        self._prompts = {
+            half: prompt_of(request.spec, half, embeds_guidance=request.model.embeds_guidance) for half in Half
+        }
         # All steps of a recording have the same blocks.
         self._kept = next((frozenset(step.names) for step in recording.steps.values()), None)
         self._plans = ValidPlans(mask, levels, completes=terms.completes)

@@ -96,8 +96,8 @@ class StepKey:
     """Indices, in the request, of the ControlNets that are active in this step."""
 
 
-def prompt_of(spec: ResolvedSpec, half: Half) -> str:
-    """Return a digest, in hex, of the prompts of one half of guidance."""
+def prompt_of(spec: ResolvedSpec, half: Half, *, embeds_guidance: bool) -> str:
+    """Return a digest, in hex, of the prompts of one half of guidance, and of the scale if the network reads it."""
     prompts, negative_prompts = (spec.prompt, spec.prompt_2), (spec.negative_prompt, spec.negative_prompt_2)
     facts: list[object] = list(prompts if half is Half.CONDITIONAL else negative_prompts)
     if half is Half.CONDITIONAL or spec.weighted:
@@ -108,6 +108,8 @@ def prompt_of(spec: ResolvedSpec, half: Half) -> str:
     facts += [embedding.digest for embedding in spec.embeddings]
     if spec.max_sequence_length is not None:
         facts.append(spec.max_sequence_length)
+    if embeds_guidance:
+        facts.append(spec.guidance_scale)
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -327,7 +327,8 @@ class ImageRecorder:
             self.give_up("its activations do not fit into memory")
         else:
             for key, sink in made.items():
-                prompt = prompt_of(self.request.spec, key.half)
+                request = self.request
+                prompt = prompt_of(request.spec, key.half, embeds_guidance=request.model.embeds_guidance)
                 self.recording.add(key, sink.outputs, self._valid, prompt=prompt)
                 self._source.changed(self.recording, key)
 
