@@ -113,7 +113,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "text to image": _NOT_INPAINTING,
     "image to image": _NOT_INPAINTING,
     "edit": frozenset(FAMILIES),
-    "edit with masked blocks": _NOT_INPAINTING,
+    "edit with masked blocks": _NOT_INPAINTING | {"Flux Fill"},
     "mixed batch": frozenset(FAMILIES),
     "mixed sizes": frozenset(_TRANSFORMERS),
     "LoRA": frozenset(FAMILIES),

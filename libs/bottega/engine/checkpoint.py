@@ -29,8 +29,8 @@ VERSION = 10
 
 # Additional tensors of an edit; see `RequestState`.
 _OF_EDITS = ("image_latent", "noise", "image")
-# Those of models that do not read the mask: their edits put the image back after every step.
-_PUT_BACK = ("image_latent", "noise")
+# Those of models that do not read the mask, and of Flux Fill: later edits may continue with them outside the mask.
+_OF_SOURCE = ("image_latent", "noise")
 _SAMPLER, _STEP_CACHE = "sampler.", "step_cache."
 
 # Left to the header within the bound of a checkpoint; decisions have a few KiB.
@@ -200,7 +200,9 @@ def _check(state: RequestState, model: Model, spec: ResolvedSpec) -> None:
     shape = (1, model.latent_channels, spec.height // model.latent_scale, spec.width // model.latent_scale)
     if tuple(state.latent.shape) != shape or not torch.isfinite(state.latent).all():
         raise CheckpointMismatch("its latent has another shape or data type")
-    shapes = {"image": shape[1:]} if model.image_channels else dict.fromkeys(_PUT_BACK, shape)
+    shapes: dict[str, tuple[int, ...]] = {"image": shape[1:]} if model.image_channels else {}
+    if not model.image_channels or model.mask_channels > 1:
+        shapes |= dict.fromkeys(_OF_SOURCE, shape)
     for name in _OF_EDITS:
         tensor = getattr(state, name)
         if (tensor is None) != (spec.edit is None or name not in shapes):

@@ -82,10 +82,13 @@ class Edit:
     """[1, 1, height, width], 1 where the image is redrawn and 0 elsewhere, in the latents' dtype."""
     trajectory: Trajectory | None = None
     """Latents that restore the part outside the mask, for every evaluation; None to use the noised image."""
+    puts_back: bool = True
+    """Whether the part outside the mask is put back after every evaluation. Flux Fill draws it too, from the image that
+    its network reads."""
 
     def start(self, sampler: Sampler, evaluation: int, strength: float) -> Tensor:
         """Return the latent before the first evaluation. At strength 1 it starts from noise alone."""
-        if strength == 1.0:
+        if strength == 1.0 and self.puts_back:
             latent = self.noise * sampler.init_noise_sigma
         else:
             latent = sampler.add_noise(self.image_latent, self.noise, evaluation)
@@ -98,6 +101,8 @@ class Edit:
         After the last one, the image is restored without noise. `latent` is the result of the evaluation before, which
         `sampler` computed.
         """
+        if not self.puts_back:
+            return latent
         if evaluation == sampler.evaluations:
             return self.paste(latent)
         if self.trajectory is not None:
@@ -106,10 +111,17 @@ class Edit:
 
     def paste(self, latent: Tensor) -> Tensor:
         """Return the image's latent with its masked region taken from `latent`. Both are free of noise."""
-        return self._outside(self.image_latent, latent)
+        return self._outside(self.image_latent, latent) if self.puts_back else latent
 
     def _outside(self, image: Tensor, drawn: Tensor) -> Tensor:
         return ((1 - self.mask) * image + self.mask * drawn).contiguous()
+
+
+def make_edit(model: Model, image_latent: Tensor, noise: Tensor, mask: Tensor) -> Edit:
+    """Return the edit of an image with a mask as `latent_mask` returns it."""
+    of_pixels = model.mask_channels > 1
+    mask = mask.amax(dim=1, keepdim=True) if of_pixels else mask
+    return Edit(image_latent=image_latent, noise=noise, mask=mask, puts_back=not of_pixels)
 
 
 def latent_mask(model: Model, mask: Tensor) -> Tensor:

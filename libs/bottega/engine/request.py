@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bottega.engine.encode import Conditions, LatentDistribution, Sources, cfg_scale, to_latent
-from bottega.engine.latent_step import Edit, Guidance, RequestState, guided_step
+from bottega.engine.latent_step import Edit, Guidance, RequestState, guided_step, make_edit
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey
@@ -353,7 +353,7 @@ class Request:
             # Diffusers samples the masked image here. Only UNets of nine channels use it, but the draw advances the
             # generator, and so changes what ancestral samplers draw.
             self._draw(tuple(image.mean.shape), image.mean.dtype)
-            self.edit = Edit(image_latent=latent.contiguous(), noise=noise, mask=mask)
+            self.edit = make_edit(self.model, latent.contiguous(), noise, mask)
             return self.edit.start(self._sampler, self.first_evaluation, self._strength)
         # Always contiguous: batches and checkpoints are, and the last bits of a sum depend on the memory layout.
         return self._sampler.add_noise(latent, noise, self.first_evaluation).contiguous()
@@ -376,6 +376,8 @@ class Request:
             self._image = torch.cat([mask, self._draw_source(masked_image)], dim=1)[0].contiguous()
         if source is None:
             return noise * self._sampler.init_noise_sigma
+        if mask is not None and self.model.mask_channels > 1:
+            self.edit = make_edit(self.model, source, noise, mask)
         return self._sampler.add_noise(source, noise, self.first_evaluation).contiguous()
 
     @property
@@ -396,7 +398,7 @@ class Request:
             return None
         to_device = self.model.runtime.to_device
         image_latent, noise = (to_device(tensor, mask.dtype) for tensor in (state.image_latent, state.noise))
-        return Edit(image_latent=image_latent, noise=noise, mask=mask)
+        return make_edit(self.model, image_latent, noise, mask)
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Return standard normal noise, in the model's data type if `dtype` is None."""

@@ -39,7 +39,6 @@ from bottega.engine.addon import EngineAddOn, JobAddOn, add_counts
 from bottega.engine.encode import Conditions
 from bottega.engine.engine import Engine
 from bottega.engine.job import EngineOrder
-from bottega.engine.latent_step import Edit
 from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import MethodNotServed, Unavailable
@@ -167,8 +166,8 @@ class EngineEdits(EngineAddOn):
         spec = order.spec
         if spec.edit is None:
             return open_keeping(self, order) if spec.keep_for_editing else None
-        if not spec.edit.masked_blocks or self.model.image_channels:
-            return None  # A network that reads the mask computes all of the picture.
+        if not spec.edit.masked_blocks or (self.model.unet is not None and self.model.image_channels):
+            return None  # A UNet that reads the mask computes all of the picture.
         return JobEdits(self, order, read_decision(order.decisions))
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
@@ -302,7 +301,7 @@ class EngineEdits(EngineAddOn):
             tenant=read_order(order).tenant,
             model_hash=self.model.digest,
             dtype=self.model.dtype_name,
-            template=template or ("" if order.image is None else _digest(order.image)),
+            template=template or ("" if order.image is None else _digest(order.image, self._course(spec))),
             weights=tuple(sorted((lora.digest, float(lora.scale)) for lora in spec.loras)),
             controls=tuple(
                 RecordedControl(
@@ -316,13 +315,17 @@ class EngineEdits(EngineAddOn):
             ),
         )
 
-    def follow_prompts(self, spec: ResolvedSpec, conditions: Conditions, edit: Edit) -> bool:
+    def _course(self, spec: ResolvedSpec) -> str:
+        """Return what else decides how latents outside the mask change from step to step, if they are not put back."""
+        return repr((spec.strength, spec.steps, spec.sampling)) if self.model.image_channels else ""
+
+    def follow_prompts(self, spec: ResolvedSpec, conditions: Conditions, request: Request) -> bool:
         """Return whether blocks depend on the prompt so much that an edit must not reuse another prompt's activations.
 
         The first call measures it, in one forward pass of two rows.
         """
         if self.cosines is None:
-            self.cosines = measure_prompts(self.model, spec, conditions, edit, self.blocks)
+            self.cosines = measure_prompts(self.model, spec, conditions, request, self.blocks)
             facts = {"cosine": round(self.cosines.mean, 3), "reliable": self.cosines.reliable}
             _log.info("measured how much the outputs of blocks depend on the prompt", extra=facts)
         return not self.cosines.reliable
@@ -372,8 +375,8 @@ def _control_digest(order: EngineOrder, place: int) -> str:
     return _digest(order.control_images[place])
 
 
-def _digest(image: Tensor) -> str:
-    """Return the SHA-256, in hex, of an image's pixels, uint8 [height, width, 3]."""
-    total = hashlib.sha256(repr(tuple(image.shape)).encode())
+def _digest(image: Tensor, course: str = "") -> str:
+    """Return the SHA-256, in hex, of an image's pixels, uint8 [height, width, 3], and of the course of its latents."""
+    total = hashlib.sha256(f"{tuple(image.shape)}{course}".encode())
     total.update(image.contiguous().cpu().numpy().data)
     return total.hexdigest()

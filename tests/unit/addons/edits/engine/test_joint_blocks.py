@@ -256,7 +256,6 @@ def test_transformers_of_other_parts_are_refused_with_the_part() -> None:
     assert unsupported(small_joint(patch_size=3)) == "the side of a patch is no power of 2"
     flux.fuse_qkv_projections()
     assert unsupported(flux) == "an attention layer fuses its projections"
-    assert unsupported(small_flux(in_channels=24, out_channels=16)) == "the network reads the mask itself"
 
 
 # The rest is about whole edits.
@@ -359,3 +358,25 @@ def test_a_small_template_has_the_block_that_saves_most() -> None:
     assert {name for step in recording.steps.values() for name in step.names} == {"transformer_blocks.0"}
     again = desk.draw(edit_order(model, "again")).record.provenance
     assert (again.blocks_reused, again.blocks_total) == (forwards, 3 * forwards)
+
+
+def test_flux_fill_reuses_what_edits_that_begin_and_step_alike_have_recorded() -> None:
+    """It does not put the image back: outside the mask too, its latents are what the network predicts."""
+    model, alike = model_of("Flux Fill"), {"strength": 1.0, "guidance_scale": 30.0}
+    desk, first = EditDesk(model), edit_order(model, "first", **alike)
+    drawn = desk.draw(first)
+    assert_close(drawn.latents[0], drawn_alone(model, first).latents[0])
+    again = desk.draw(edit_order(model, "again", **alike))
+    other = desk.draw(edit_order(model, "other", prompt="a red heart", seed=4, **alike))
+    blocks = len(model.backbone.blocks) * SPEC.num_inference_steps
+    for drawing in (again, other):
+        record = drawing.record.provenance
+        assert (record.blocks_reused, record.blocks_total) == (blocks, blocks)
+        assert record.mask.computed_share < 0.5
+    torch.testing.assert_close(again.latents[0], drawn.latents[0], atol=0.02, rtol=0)
+    # A margin of one token is computed as well.
+    rest = (..., slice(4, None), slice(4, None))
+    torch.testing.assert_close(other.latents[0][rest], drawn.latents[0][rest], atol=0.02, rtol=0)
+    assert not torch.isclose(other.latents[0][..., :2, :2], drawn.latents[0][..., :2, :2], atol=0.02).all()
+    elsewhere = desk.draw(edit_order(model, "elsewhere", **{**alike, "strength": 0.8}))
+    assert elsewhere.record.provenance.blocks_reused == 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
 
 import torch
 from diffusers import FluxTransformer2DModel, ModelMixin, SD3Transformer2DModel, UNet2DConditionModel
@@ -42,7 +41,7 @@ from bottega.addons.edits.engine.sparse.pieces import Rectangle, Tiles
 from bottega.engine.acceleration.acceleration import Probe
 from bottega.engine.encode import Conditions, encode_prompts
 from bottega.engine.forward import stack
-from bottega.engine.latent_step import Edit
+from bottega.engine.request import Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.rows import Embeds, Half, Row
@@ -68,7 +67,7 @@ _ADDITIONS = ("group_norm", "spatial_norm", "norm_cross", "norm_q", "norm_k", "a
 
 def unsupported(network: ModelMixin) -> str:
     """Return why masked rows cannot be computed with a network, as a clause; empty if they can."""
-    return next(chain(_reasons(network), _of_inputs(network)), "")
+    return next(_reasons(network), "")
 
 
 def _reasons(network: ModelMixin) -> Iterator[str]:
@@ -76,6 +75,8 @@ def _reasons(network: ModelMixin) -> Iterator[str]:
         yield from _of_joint_blocks(network)
     elif type(network) is UNet2DConditionModel:
         yield from _of_unet(network)
+        if network.config.in_channels != network.config.out_channels:
+            yield "the network reads the mask itself"
     else:
         yield f"blocks of a {type(network).__name__} cannot be masked yet"
 
@@ -116,11 +117,6 @@ def _of_unet(unet: UNet2DConditionModel) -> Iterator[str]:
             for downsampler in getattr(block, "downsamplers", None) or ():
                 if not downsampler.use_conv or downsampler.padding != 1:
                     yield "a downsampler is not a convolution with padding 1"
-
-
-def _of_inputs(network: ModelMixin) -> Iterator[str]:
-    if network.config.out_channels not in (network.config.in_channels, None):
-        yield "the network reads the mask itself"
 
 
 def _of_transformer(transformer: Transformer2DModel) -> Iterator[str]:
@@ -221,7 +217,7 @@ class PromptCosines:
 
 @torch.inference_mode()
 def measure_prompts(
-    model: Model, spec: ResolvedSpec, conditions: Conditions, edit: Edit, blocks: Sequence[str]
+    model: Model, spec: ResolvedSpec, conditions: Conditions, request: Request, blocks: Sequence[str]
 ) -> PromptCosines:
     """Compare the outputs of blocks for an edit's template under the edit's prompt and under `PROBE_PROMPT`.
 
@@ -235,6 +231,8 @@ def measure_prompts(
         tokens=model.tokens(width=spec.width, height=spec.height),
     )
     step = sampler.first_evaluation
+    edit, first = request.edit, request.rows()[0]
+    assert edit is not None, "the order has a mask"
     noisy = sampler.add_noise(edit.image_latent, edit.noise, step)
     sample, timestep = sampler.model_input(noisy, step)[0], sampler.timestep(step)
     probe = encode_prompts(model, _probe(spec)).conditional
@@ -243,7 +241,15 @@ def measure_prompts(
     probe = replace(probe, prompt=probe.prompt.repeat(repeats, 1))
 
     def row(embeds: Embeds) -> Row:
-        return Row(owner=None, step=step, half=Half.CONDITIONAL, sample=sample, timestep=timestep, embeds=embeds)
+        return Row(
+            owner=None,
+            step=step,
+            half=Half.CONDITIONAL,
+            sample=sample,
+            timestep=timestep,
+            embeds=embeds,
+            image=first.image,
+        )
 
     return _compare(model, [row(conditions.conditional), row(probe)], blocks)
 

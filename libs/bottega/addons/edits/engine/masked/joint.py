@@ -120,8 +120,10 @@ class MaskedJointBackbone:
             packing = forward.packing(forward.tokens, masked)
             made, whole = forward.made, None if forward.made is not None else forward.hidden
             if index == 0:
-                # A token's embedding depends on its own patch alone, which outside the mask is the recording's.
-                made = packed_input(TokensIn(whole=forward.hidden, as_recorded=masked), masked, packing)
+                # A token's embedding depends on its own patch alone, which outside the mask is the recording's. With
+                # Flux Fill, it has a part of the masked image too.
+                as_recorded = masked if not self._plain.image_channels else [False] * len(masked)
+                made = packed_input(TokensIn(whole=forward.hidden, as_recorded=as_recorded), masked, packing)
             length = forward.context.shape[1]
             picture = MaskedTokens(
                 before=names[index - 1],

@@ -149,7 +149,7 @@ def begins_with_noise(request: Request, turn: int = 0) -> bool:
         turn: Number of evaluations ahead; 0 is the next one.
     """
     edit = request.edit
-    full = edit is not None and edit.trajectory is None and request.spec.strength == 1.0
+    full = edit is not None and edit.puts_back and edit.trajectory is None and request.spec.strength == 1.0
     return full and request.evaluation + turn == request.first_evaluation
 
 
