@@ -317,7 +317,7 @@ class EngineEdits(EngineAddOn):
 
     def _course(self, spec: ResolvedSpec) -> str:
         """Return what else decides how latents outside the mask change from step to step, if they are not put back."""
-        return repr((spec.strength, spec.steps, spec.sampling)) if self.model.image_channels else ""
+        return repr((spec.strength, spec.num_inference_steps, spec.sampling)) if self.model.image_channels else ""
 
     def follow_prompts(self, spec: ResolvedSpec, conditions: Conditions, request: Request) -> bool:
         """Return whether blocks depend on the prompt so much that an edit must not reuse another prompt's activations.

@@ -235,7 +235,7 @@ def measure_prompts(
     assert edit is not None, "the order has a mask"
     noisy = sampler.add_noise(edit.image_latent, edit.noise, step)
     sample, timestep = sampler.model_input(noisy, step)[0], sampler.timestep(step)
-    probe = encode_prompts(model, _probe(spec)).conditional
+    probe = encode_prompts(model, _probe(model, spec)).conditional
     # As long as a prompt of several chunks. Attention to states that are repeated equals attention to them once.
     repeats = len(conditions.conditional.prompt) // len(probe.prompt)
     probe = replace(probe, prompt=probe.prompt.repeat(repeats, 1))
@@ -254,12 +254,12 @@ def measure_prompts(
     return _compare(model, [row(conditions.conditional), row(probe)], blocks)
 
 
-def _probe(spec: ResolvedSpec) -> ResolvedSpec:
+def _probe(model: Model, spec: ResolvedSpec) -> ResolvedSpec:
     return ResolvedSpec(
         prompt=PROBE_PROMPT,
         width=spec.width,
         height=spec.height,
-        guidance_scale=1.0,
+        guidance_scale=spec.guidance_scale if model.embeds_guidance else 1.0,
         max_sequence_length=spec.max_sequence_length,
     )
 
