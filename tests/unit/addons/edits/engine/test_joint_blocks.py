@@ -362,7 +362,8 @@ def test_a_small_template_has_the_block_that_saves_most() -> None:
 
 def test_flux_fill_reuses_what_edits_that_begin_and_step_alike_have_recorded() -> None:
     """It does not put the image back: outside the mask too, its latents are what the network predicts."""
-    model, alike = model_of("Flux Fill"), {"strength": 1.0, "guidance_scale": 30.0}
+    model = model_of("Flux Fill")
+    alike: dict[str, Any] = {"strength": 1.0, "guidance_scale": 30.0}
     desk, first = EditDesk(model), edit_order(model, "first", **alike)
     drawn = desk.draw(first)
     assert_close(drawn.latents[0], drawn_alone(model, first).latents[0])
