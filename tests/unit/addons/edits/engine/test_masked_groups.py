@@ -30,6 +30,7 @@ from tests.samples.masked_networks import (
     point_shapes,
     random_loras,
     recording,
+    small_flux,
     small_joint,
     small_unet,
 )
@@ -43,13 +44,14 @@ MASKS = {0.05: box(4, 6, 6, 8, size=SIZE), 0.11: box(20, 2, 8, 14, size=SIZE), 0
 # Everything that a LoRA may touch: layers that take packed tokens, whole ones, feature maps, and what is there once.
 TOUCHED = (
     *("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out", "conv1", "conv_in"),
-    *("norm1.linear", "add_q_proj", "add_k_proj", "to_add_out", "ff_context.net.2"),
+    *("norm1.linear", "add_q_proj", "add_k_proj", "to_add_out", "ff_context.net.2", "norm.linear", "proj_mlp"),
 )
 NEIGHBOUR = 1e-4
 # A layer in the middle of each network.
 MIDDLE = dict.fromkeys(("full convolutions", "sparse convolutions"), "mid_block.attentions.0.transformer_blocks.0.ff")
-MIDDLE |= {"joint blocks": "transformer_blocks.1.ff"}
-MAPS = {"full convolutions": FullMaps, "sparse convolutions": SparseMaps, "joint blocks": FullMaps}
+MIDDLE |= {"joint blocks": "transformer_blocks.1.ff", "Flux's blocks": "transformer_blocks.0.ff"}
+MAPS = {"full convolutions": FullMaps, "sparse convolutions": SparseMaps}
+MAPS |= {"joint blocks": FullMaps, "Flux's blocks": FullMaps}
 
 
 @dataclass(kw_only=True)
@@ -89,7 +91,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def network(kind: str) -> ModelMixin:
-    return small_joint() if kind == "joint blocks" else small_unet(use_linear_projection=False)
+    transformers = {"joint blocks": small_joint, "Flux's blocks": small_flux}
+    return transformers[kind]() if kind in transformers else small_unet(use_linear_projection=False)
 
 
 @pytest.fixture(scope="module")

@@ -67,6 +67,7 @@ class MaskedJointBackbone:
     ) -> None:
         self._plain = plain
         self.spans: RowSpans = RowSpans()
+        self.finish_needs = plain.finish_needs
         self.block_names = joint_blocks(plain.network)
         self.blocks: Sequence[Block] = [
             Block(name=block.name, run=self._block(index, block.name), needs=block.needs)
@@ -100,7 +101,11 @@ class MaskedJointBackbone:
     def finish(self, activations: Activations) -> Tensor:
         forward, network = _masked(activations), self._plain.network
         made = forward.made
-        assert made is not None, "the last block has run"
+        if made is None:  # Residuals were added to the output of the last block.
+            hidden = forward.points.pop(len(self.blocks) - 1)
+            recorded = forward.recorded(self.block_names[-1])
+            packing = forward.packing(forward.tokens, [rest is not None for rest in recorded])
+            made = PackedTokens(items=packing.pack(hidden), packing=packing, recorded=recorded)
         stream, (scale, shift) = made.packing.stream, modulation(network.norm_out, forward.embedding)
         normed = stream.modulate(network.norm_out.norm(made.items), shift, scale)
         tokens = made.packing.merge(stream.run(network.proj_out, normed), made.recorded)
@@ -142,9 +147,13 @@ class MaskedJointBackbone:
             items, texts = run_block(block, path, picture, prompt, forward.embedding, is_last=is_last)
             forward.context = texts.view_as(forward.context)
             forward.made = PackedTokens(items=items, packing=packing, recorded=recorded)
-            if forward.controlled and not is_last:
+            if forward.controlled and (self.finish_needs or not is_last):
+                if is_last:  # Its own output is not recorded, and nothing reads the rest of it.
+                    rest = items.new_zeros(packing.tokens, items.shape[1])
+                    recorded = [None if each is None else rest for each in recorded]
                 forward.hidden = forward.points[index] = packing.merge(items, recorded)
-                forward.put(names[index], forward.hidden)
+                if not is_last:
+                    forward.put(names[index], forward.hidden)
                 forward.made = None
             if self._beat is not None:
                 self._beat()
