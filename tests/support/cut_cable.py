@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+
+Pause = Callable[[bytes], float]
 
 
 class Cable:
     """Carries connections to host:port `target`, which sees them come from `source`. Use `laid`.
 
     carried: how many there were.
+    pause_s: returns the seconds for which bytes on their way to the target are held up. Set it before connections.
     """
 
     def __init__(self, target: str, source: str) -> None:
@@ -22,6 +25,7 @@ class Cable:
         self._loop = asyncio.get_running_loop()
         self.address = ""
         self.carried = 0
+        self.pause_s: Pause | None = None
 
     def cut(self) -> None:
         """Every connection is reset; new ones are carried."""
@@ -48,16 +52,23 @@ class Cable:
         both = {writer, far_writer}
         self._ends |= both
         try:
-            await asyncio.gather(self._copy(reader, far_writer), self._copy(far_reader, writer))
+            await asyncio.gather(self._copy(reader, far_writer, self.pause_s), self._copy(far_reader, writer))
         finally:
             self._ends -= both
             for end in both:
                 end.transport.abort()
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        pause_s: Pause | None = None,
+    ) -> None:
         with contextlib.suppress(ConnectionError):
             while data := await reader.read(1 << 16):
                 await self._carries.wait()
+                if pause_s is not None:
+                    await asyncio.sleep(pause_s(data))
                 writer.write(data)
                 await writer.drain()
         with contextlib.suppress(ConnectionError):
