@@ -1,8 +1,8 @@
 """What do eight requests of four sizes gain if a transformer computes them in one forward pass?
 
 The engine draws them one by one, at once in turns of one size, at once in turns of all sizes, and at once as it chooses
-by what it has measured. The model is random, with the blocks of Stable Diffusion 3; small and large pictures are drawn.
-Every picture is compared with the one that is drawn alone.
+by what it has measured. The model is random, with the blocks of Stable Diffusion 3 or of Flux.1; small and large
+pictures are drawn. Every picture is compared with the one that is drawn alone.
 
 A run takes 5 minutes on two cores.
 """
@@ -47,8 +47,9 @@ BENCH = Bench(
     __doc__,
     Option("--rounds", 3, "of all requests, on each side", smallest=1),
     Option("--steps", 8, "of each request", smallest=2),
-    Option("--heads", 6, "of the transformer, of 64 channels each", smallest=1),
-    Option("--blocks", 6, "of the transformer", smallest=2),
+    Option("--topology", "sd3", "of the model", choices=("sd3", "flux")),
+    Option("--width", 384, "of the transformer in channels", smallest=128),
+    Option("--blocks", 6, "of the transformer; two thirds of those of Flux.1 are single ones", smallest=2),
     Option("--threads", CORES, "of torch"),
 )
 
@@ -57,10 +58,20 @@ BENCH = Bench(
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Compare on small and on large pictures."""
     compute_with(options.threads)
-    shape = TransformerShape(heads=options.heads, blocks=options.blocks, sample_size=64)
-    write_transformer_model(folder / "model", shape)
+    write_transformer_model(folder / "model", _shape(options))
+    if options.topology != "sd3":
+        sheet.bench = f"mixed-sizes-{options.topology}"
     for name, sizes in SIZES.items() if not options.smallest else [("small", SIZES["small"])]:
         _compare(name, folder / "model", _orders(sizes, options.steps), options.rounds, sheet)
+
+
+def _shape(options: argparse.Namespace) -> TransformerShape:
+    if options.topology == "sd3":
+        return TransformerShape(heads=options.width // 64, blocks=options.blocks, sample_size=64)
+    joint = max(1, options.blocks // 3)
+    return TransformerShape(
+        heads=options.width // 128, blocks=joint, single_blocks=options.blocks - joint, sample_size=64
+    )
 
 
 def _compare(name: str, model: Path, orders: Sequence[EngineOrder], rounds: int, sheet: Sheet) -> None:

@@ -115,7 +115,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "edit": frozenset(FAMILIES),
     "edit with masked blocks": _NOT_INPAINTING | {"Flux Fill"},
     "mixed batch": frozenset(FAMILIES),
-    "mixed sizes": frozenset(_TRANSFORMERS),
+    "mixed sizes": FLOWS,
     "LoRA": frozenset(FAMILIES),
     "two ControlNets on servers": frozenset(FAMILIES) - {"Flux Fill"},
     "resume on another worker": frozenset(FAMILIES),

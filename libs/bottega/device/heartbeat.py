@@ -10,6 +10,7 @@ from time import monotonic
 from diffusers.models.attention import BasicTransformerBlock, FeedForward
 from diffusers.models.attention_processor import Attention
 from diffusers.models.resnet import ResnetBlock2D
+from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 from torch import nn
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
@@ -87,6 +88,9 @@ def call_after_blocks(networks: Iterable[nn.Module], callback: Callable[[], None
 def _outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
     if isinstance(module, _BLOCKS):
         yield module
+        return
+    if isinstance(module, FluxSingleTransformerBlock):
+        yield module.act_mlp  # Backbones for rows of several sizes call its layers one by one.
         return
     for child in module.children():
         yield from _outermost_blocks(child)

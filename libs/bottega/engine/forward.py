@@ -23,7 +23,7 @@ from bottega.engine.times import ForwardClock, ForwardTimes
 from bottega.errors import Unavailable
 from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
 from bottega.model.operations import Operations
-from bottega.model.packed import PackedSd3Backbone
+from bottega.model.packed import PackedBackbone
 from bottega.model.rows import Embeds, LoraSet, Row, arranged
 from bottega.model.step_cache import StepCacheMemory
 
@@ -165,7 +165,7 @@ class Network:
     """The backbone, LoRA weights, residuals and device that forward passes use."""
 
     backbone: Backbone
-    packed: PackedSd3Backbone | None = None
+    packed: PackedBackbone | None = None
     """Runs batches of rows with several sizes; None if the network cannot."""
     row_weights: RowWeights | None = None
     """None if no row has LoRAs."""
@@ -188,7 +188,7 @@ class Network:
             raise Unavailable("this worker has no ControlNets")
         return self.residuals
 
-    def backbone_for(self, rows: Sequence[Row]) -> Backbone | PackedSd3Backbone:
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone | PackedBackbone:
         """Return the backbone that runs a batch."""
         if self.packed is not None and len({row.size for row in rows}) > 1:
             return self.packed
@@ -248,7 +248,7 @@ class Forward:
                 network.residual_provider.ask(self._controlled)
         self._enter()
         try:
-            if isinstance(self._backbone, PackedSd3Backbone):
+            if isinstance(self._backbone, PackedBackbone):
                 activations: Activations = self._backbone.begin(parts)
             else:
                 (inputs,) = parts

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from bottega.model.backbone import Activations, Block, Inputs, RowSpans
 from bottega.model.backbones import MadeBackbone
+from bottega.model.backbones.flux import FluxBackbone
 from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
-from bottega.model.joint_blocks import AllTokens, Stream, run_block
+from bottega.model.joint_blocks import AllTokens, Rotary, Stream, run_block
 
 Size = tuple[int, int]
 """Height and width of a latent."""
@@ -25,7 +26,11 @@ Size = tuple[int, int]
 
 @dataclass(slots=True, kw_only=True)
 class PackedActivations(Activations):
-    """The state between two blocks. `hidden`, `context` and the points are packed; `embedding` is [rows, features]."""
+    """The state between two blocks.
+
+    `hidden`, `context`, the points and `rotary`, which has the positions of `hidden`, are packed. `embedding` is
+    [rows, features].
+    """
 
     image: Stream
     """The tokens of `hidden`."""
@@ -33,6 +38,8 @@ class PackedActivations(Activations):
     """The tokens of `context`."""
     sizes: tuple[Size, ...]
     """The size of each part."""
+    text_rotary: Rotary | None = None
+    """The positions of `context`."""
 
     def row_of(self, tensor: Tensor, row: int) -> Tensor:
         return tensor[self.image.offsets[row] : self.image.offsets[row + 1]]
@@ -43,10 +50,15 @@ class PackedActivations(Activations):
         self.embedding = self.embedding.index_select(0, index)
         self.image, items = _selected(self.image, rows, kept)
         items = items.to(index.device)
-        self.hidden = self.hidden.index_select(0, items)
+        self.hidden, self.rotary = self.hidden.index_select(0, items), _positions_of(self.rotary, items)
         self.points = dict.fromkeys(self.points, self.hidden)  # They are `hidden` itself.
         self.text, items = _selected(self.text, rows, kept)
-        self.context = self.context.index_select(0, items.to(index.device))
+        items = items.to(index.device)
+        self.context, self.text_rotary = self.context.index_select(0, items), _positions_of(self.text_rotary, items)
+
+
+def _positions_of(rotary: Rotary | None, items: Tensor) -> Rotary | None:
+    return rotary and (rotary[0].index_select(0, items), rotary[1].index_select(0, items))
 
 
 def _selected(stream: Stream, rows: Sequence[int], kept: Sequence[int]) -> tuple[Stream, Tensor]:
@@ -61,17 +73,17 @@ def _selected(stream: Stream, rows: Sequence[int], kept: Sequence[int]) -> tuple
     return Stream.of(counts, stream.spans), index
 
 
-class PackedSd3Backbone:
-    """A second backbone over the modules of an Sd3Backbone, for rows of several sizes.
+class PackedBackbone:
+    """A second backbone over the modules of a transformer's, for rows of several sizes.
 
     Its predictions equal those of the first one up to the last bits of sums.
     """
 
-    finish_needs: tuple[int, ...] = ()
-
-    def __init__(self, plain: Sd3Backbone) -> None:
+    def __init__(self, plain: Sd3Backbone | FluxBackbone) -> None:
         self.spans = RowSpans()
         self._plain = plain
+        self.finish_needs = plain.finish_needs
+        self._points = {*plain.finish_needs, *(point for block in plain.blocks for point in block.needs)}
         self.blocks: Sequence[Block] = [
             Block(name=block.name, run=self._joint(index), needs=block.needs)
             for index, block in enumerate(plain.blocks)
@@ -84,13 +96,17 @@ class PackedSd3Backbone:
         for part, rows in zip(parts, pairwise(ends), strict=True):
             with self.spans.packed(_row_offsets(*rows, ends[-1])):
                 states.append(self._plain.begin(part))
+        image = Stream.of([(len(state.hidden), state.hidden.shape[1]) for state in states], self.spans)
+        text = Stream.of([(len(state.context), state.context.shape[1]) for state in states], self.spans)
         return PackedActivations(
             hidden=torch.cat([state.hidden.flatten(0, 1) for state in states]),
             embedding=torch.cat([state.embedding for state in states]),
             context=torch.cat([state.context.flatten(0, 1) for state in states]),
-            image=Stream.of([(len(state.hidden), state.hidden.shape[1]) for state in states], self.spans),
-            text=Stream.of([(len(state.context), state.context.shape[1]) for state in states], self.spans),
+            image=image,
+            text=text,
             sizes=tuple(state.size for state in states),
+            rotary=_packed_positions(states, of_prompts=False),
+            text_rotary=_packed_positions(states, of_prompts=True),
         )
 
     def finish(self, activations: Activations) -> list[Tensor]:
@@ -112,18 +128,34 @@ class PackedSd3Backbone:
         def run(activations: Activations) -> None:
             state = _packed(activations)
             state.points.pop(index - 1, None)
-            picture = AllTokens(items=state.hidden, stream=state.image)
-            prompt = AllTokens(items=state.context, stream=state.text)
+            picture = AllTokens(items=state.hidden, stream=state.image, rotary=state.rotary)
+            prompt = AllTokens(items=state.context, stream=state.text, rotary=state.text_rotary)
             state.hidden, state.context = run_block(block, path, picture, prompt, state.embedding, is_last=is_last)
-            if not is_last:
+            if index in self._points:
                 state.points[index] = state.hidden
 
         return run
 
 
-def packed_backbone(backbone: MadeBackbone) -> PackedSd3Backbone | None:
+def packed_backbone(backbone: MadeBackbone) -> PackedBackbone | None:
     """Return the backbone for rows of several sizes; None for UNets, whose convolutions need maps of one size."""
-    return PackedSd3Backbone(backbone) if isinstance(backbone, Sd3Backbone) else None
+    return PackedBackbone(backbone) if isinstance(backbone, Sd3Backbone | FluxBackbone) else None
+
+
+def _packed_positions(parts: Sequence[Activations], *, of_prompts: bool) -> Rotary | None:
+    """Return the positions of the tokens of all rows, of their prompts or else of their pictures.
+
+    Args:
+        parts: The state of each part, whose positions begin with those of the prompt and hold for all of its rows.
+    """
+    tables: list[Rotary] = []
+    for part in parts:
+        if part.rotary is not None:
+            length, rows = part.context.shape[1], len(part.context)
+            places = slice(length) if of_prompts else slice(length, None)
+            cosines, sines = part.rotary
+            tables.append((cosines[places].repeat(rows, 1), sines[places].repeat(rows, 1)))
+    return (torch.cat([each[0] for each in tables]), torch.cat([each[1] for each in tables])) if tables else None
 
 
 def _row_offsets(first: int, last: int, rows: int) -> tuple[int, ...]:

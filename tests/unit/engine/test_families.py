@@ -219,16 +219,25 @@ def test_mixed_batch(family: str) -> None:
         assert drawings[order.key].record.provenance.mean_group_requests > 1
 
 
+def sized(family: str, order: EngineOrder, width: int, height: int) -> EngineOrder:
+    """Return an order for a picture of another size; for an edit, with a quarter of it masked."""
+    spec = replace(order.spec, width=width, height=height)
+    if not reads_mask(family):
+        return replace(order, spec=spec)
+    mask = box_mask((0, 0, width // 2, height // 2), width, height)
+    return edit_order(spec, template(width, height), mask, key=order.key)
+
+
 @families("mixed sizes")
 def test_mixed_sizes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share every turn, because sharing seems to take no time."""
     monkeypatch.setattr(PackedTimes, "ratio", 0.0)
     sizes = [(SIZE // 2, SIZE), (SIZE, 2 * SIZE), (3 * SIZE // 2, SIZE), (SIZE, SIZE)]
     orders = [
-        replace(order, spec=replace(order.spec, width=width, height=height))
-        for order, (width, height) in zip(mixed_orders(family), sizes, strict=False)
+        sized(family, order, width, height) for order, (width, height) in zip(mixed_orders(family), sizes, strict=False)
     ]
-    orders[-1] = replace(orders[-1], spec=replace(orders[-1].spec, strength=0.5), image=pixels(IMAGE))
+    if not reads_mask(family):
+        orders[-1] = replace(orders[-1], spec=replace(orders[-1].spec, strength=0.5), image=pixels(IMAGE))
     drawings = ManualEngine(make_engine(model_of(family), TOGETHER)).run({0: orders[:2], 1: orders[2:]})
     for order in orders:
         assert_close(drawings[order.key].latents[0], expected(family, order))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from bottega.addons.loras.engine import UnmergedLoras
 from bottega.device.heartbeat import call_after_blocks
 from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network
-from bottega.model.backbone import POOLED
+from bottega.model.backbone import GUIDANCE, POOLED
 from bottega.model.model import Model
 from bottega.model.packed import packed_backbone
 from bottega.model.rows import Embeds, Half, Row
@@ -26,18 +27,20 @@ from tests.support.stock import assert_close
 
 # Height and width of the latent, and length of the prompt. The second and the third have as many tokens.
 SIZES = ((8, 8, 20), (8, 12, 20), (12, 8, 20), (8, 8, 33), (24, 20, 7), (8, 8, 20))
-WIDTH, POINTS = 32, 2
+# Channels of tokens, and the most residual points of a model.
+WIDTH, POINTS = 32, 4
 TOUCHED = (
     *("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out"),
     *("ff.net.0.proj", "ff_context.net.2", "norm1.linear", "norm1_context.linear"),
-    *("context_embedder", "norm_out.linear", "proj_out"),
+    *("context_embedder", "x_embedder", "norm_out.linear", "proj_out", "norm.linear", "proj_mlp"),
 )
+# The first block of SD 3.5 has two attentions. The blocks of Flux.1 are of two kinds, and its tokens have positions.
+EACH_MODEL = pytest.mark.parametrize("model", ["SD 3.5", "Flux dev"], indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
-def model() -> Model:
-    """Its first block has two attentions, and its queries and keys have norms."""
-    return load(family_model("SD 3.5"))
+def model(request: pytest.FixtureRequest) -> Model:
+    return load(family_model(getattr(request, "param", "SD 3.5")))
 
 
 @dataclass(kw_only=True)
@@ -71,11 +74,13 @@ class Residuals:
         return False
 
 
-def rows_of(size: tuple[int, int, int], owner: int, **options: Any) -> list[Row]:
+def rows_of(model: Model, size: tuple[int, int, int], owner: int, **options: Any) -> list[Row]:
     """Return the two rows of a request."""
     height, width, tokens = size
+    config = model.backbone.network.config
     chance = torch.Generator().manual_seed(owner)
     sample = torch.randn(16, height, width, generator=chance)
+    added = {GUIDANCE: torch.tensor([1.0 + owner])} if config.get("guidance_embeds") else {}
     return [
         Row(
             owner=owner,
@@ -85,7 +90,7 @@ def rows_of(size: tuple[int, int, int], owner: int, **options: Any) -> list[Row]
             timestep=torch.tensor(100.0 * owner + 1),
             embeds=Embeds(
                 prompt=torch.randn(tokens, 96, generator=chance),
-                added={POOLED: torch.randn(64, generator=chance)},
+                added={POOLED: torch.randn(config.pooled_projection_dim, generator=chance), **added},
             ),
             **options,
         )
@@ -102,7 +107,7 @@ def mixed_rows(model: Model) -> list[Row]:
     return [
         row
         for owner, (size, style, control) in enumerate(zip(SIZES, loras, controls, strict=True))
-        for row in rows_of(size, owner, loras=style, controls=control)
+        for row in rows_of(model, size, owner, loras=style, controls=control)
     ]
 
 
@@ -129,6 +134,7 @@ def alone(model: Model) -> Mapping[Row, Tensor]:
     return {row: denoiser.forward([row]).noise[row] for row in mixed_rows(model)}
 
 
+@EACH_MODEL
 def test_rows_of_several_sizes_get_what_they_get_alone(model: Model, alone: Mapping[Row, Tensor]) -> None:
     """With prompts of several lengths, LoRAs and ControlNets."""
     calls: list[int] = []
@@ -142,6 +148,7 @@ def test_rows_of_several_sizes_get_what_they_get_alone(model: Model, alone: Mapp
         assert_close(predicted, alone[row])
 
 
+@EACH_MODEL
 @pytest.mark.parametrize("owners", [{0, 5}, {0, 1, 2, 3, 4}, {0, 1, 2, 3, 4, 5}], ids=["one size", "each", "all"])
 def test_rows_whose_controlnet_fails_leave_the_others_right(
     model: Model, alone: Mapping[Row, Tensor], owners: set[int]
@@ -154,6 +161,7 @@ def test_rows_whose_controlnet_fails_leave_the_others_right(
         assert_close(predicted, alone[row])
 
 
+@EACH_MODEL
 def test_rows_that_reuse_a_step_leave_the_others_right(model: Model, alone: Mapping[Row, Tensor]) -> None:
     """They reuse the step itself, which changes nothing."""
     caches = {row: StepCache() for row in alone if row.owner in {1, 3} and row.half is Half.CONDITIONAL}
@@ -167,11 +175,15 @@ def test_rows_that_reuse_a_step_leave_the_others_right(model: Model, alone: Mapp
         assert_close(predicted, rows[row])
 
 
+@EACH_MODEL
 def test_blocks_give_signs_of_life(model: Model, alone: Mapping[Row, Tensor]) -> None:
-    beats: list[int] = []
-    call_after_blocks([model.backbone.network], lambda: beats.append(1))
-    denoiser_of(model, packs=True).forward(list(alone))
-    assert len(beats) >= len(model.backbone.blocks)
+    beats, names = set[str](), [block.name for block in model.backbone.blocks]
+    for name in names:
+        call_after_blocks([model.backbone.network.get_submodule(name)], partial(beats.add, name))
+    for rows in (list(alone)[:1], list(alone)):
+        beats.clear()
+        denoiser_of(model, packs=True).forward(rows)
+        assert beats == set(names)
 
 
 def test_rows_of_one_size_run_as_ever(model: Model, alone: Mapping[Row, Tensor]) -> None:

@@ -19,7 +19,10 @@ NAMES = sorted(path.stem for path in _FOLDER.glob("*.py") if "\nBENCH = Bench(" 
 # Each of the others takes more than some seconds.
 QUICK = {"controlnet_cache"}
 # Further options of some, which have another way to run.
-OTHER_RUNS = ("controlnet --topology sd3", "edit --topology sd3", "edit --topology flux")
+OTHER_RUNS = (
+    *("controlnet --topology sd3", "edit --topology sd3", "edit --topology flux"),
+    "mixed_sizes --topology flux",
+)
 # They write a sheet of pictures, or a page.
 FILES = {
     "controlnet_follow": "--sheet",
