@@ -33,6 +33,8 @@ MAX_MODES = 64
 # Profiles of one ControlNet, one per base model.
 MAX_PROFILES = 16
 _MAX_HASH_CHARACTERS = 128
+NO_CONTROLNETS = "must be empty with image: image-to-image of this model takes no ControlNets"
+"""Why ControlNets are refused in image-to-image of a model that `strength_keeps_steps`."""
 _OF_SDXL: Sequence[tuple[str, ...]] = (
     ("openpose",),
     ("depth",),

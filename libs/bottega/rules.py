@@ -135,6 +135,8 @@ RANGES: Mapping[str, tuple[int, int]] = MappingProxyType(
         "guidance_scale": (0, MAX_GUIDANCE_SCALE),
         "guidance_rescale": (0, 1),
         "true_cfg_scale": (0, MAX_GUIDANCE_SCALE),
+        "cfg_normalization": (0, MAX_GUIDANCE_SCALE),
+        "cfg_truncation": (0, 1),
         "width": (1, MAX_SIDE),
         "height": (1, MAX_SIDE),
         "seed": (0, MAX_SEED),
@@ -299,11 +301,7 @@ def keeps_data(spec: GenerationSpec) -> bool:
 
 def sequence_rule(most: int) -> str:
     """Return the rule for max_sequence_length of a model that takes at most `most`, or refuses it if that is 0."""
-    return f"must be 1 to {most} with this model" if most else "must be absent: this model has no T5, which reads it"
-
-
-NO_CONTROLNETS = "must be empty with image: image-to-image of this model takes no ControlNets"
-"""Why ControlNets are refused in image-to-image of a model that `strength_keeps_steps`."""
+    return f"must be 1 to {most} with this model" if most else "must be absent: this model has neither T5 nor Qwen3"
 
 
 def clip_skip_rule(most: int) -> str:
@@ -318,14 +316,20 @@ def check_true_cfg(scale: float, *, taken: bool, has_negative: bool) -> Iterator
 
     Args:
         scale: The spec's `true_cfg_scale`; up to 1 it is off.
-        taken: Whether the model takes it.
-        has_negative: Whether the spec has a negative prompt.
     """
     if scale > 1.0 and not taken:
         rule = "must be at most 1, which is off: only models of Flux.1 take it, and Flux.1 Fill does not"
         yield Violation(field="spec.true_cfg_scale", description=rule)
     elif scale > 1.0 and not has_negative:
         yield Violation(field="spec.true_cfg_scale", description="needs negative_prompt, which may be empty")
+
+
+def refuse_cfg_bounds(normalization: float, truncation: float) -> Iterator[Violation]:
+    """Yield a violation for each bound of guidance that a spec sets for a model that applies none."""
+    for name, is_set, off in (("cfg_normalization", normalization > 0.0, 0), ("cfg_truncation", truncation < 1.0, 1)):
+        if is_set:
+            rule = f"must be {off}, which is off: only models of Z-Image take it"
+            yield Violation(field=f"spec.{name}", description=rule)
 
 
 def is_flow_matching(sampler: Sampler.ValueType) -> bool:

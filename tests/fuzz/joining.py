@@ -69,6 +69,7 @@ _MODELS: Mapping[str, Sides] = {
         (
             "edits_only",
             "embeds_guidance",
+            "guidance_from_zero",
             "one_text_encoder",
             "plain_prompts_only",
             "strength_keeps_steps",

@@ -43,6 +43,8 @@ _RANGES: Bounds = {
     "guidance_rescale": ((0.0, 1.0), (-0.001, 1.001, NAN, INF, -INF)),
     # Above 1 only some models take it.
     "true_cfg_scale": ((0.0, 1.0), (-0.001, 50.001, NAN, INF, -INF)),
+    "cfg_normalization": ((0.0,), (-0.001, 50.001, NAN, INF, -INF)),
+    "cfg_truncation": ((1.0,), (-0.001, 1.001, NAN, INF, -INF)),
     **dict.fromkeys(("width", "height"), ((8, 128), (0, -8, 16_385, MOST_INT32))),
     "seed": ((0, 2**53 - 8), (2**53 - 7, 2**64 - 1)),
     "num_images": ((1, 8), (0, -1, 9, MOST_INT32)),

@@ -27,14 +27,20 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor, nn
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3Model,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -100,24 +106,27 @@ _FLUX: Mapping[str, Mapping[str, Any]] = {
     "Flux schnell": {},
     "Flux Fill": {"guidance_embeds": True, "in_channels": 4 * (2 * _CHANNELS + 4**2), "out_channels": 4 * _CHANNELS},
 }
-FAMILIES = (*_UNETS, *_TRANSFORMERS, *_FLUX)
+Z_IMAGE = "Z-Image"
+FAMILIES = (*_UNETS, *_TRANSFORMERS, *_FLUX, Z_IMAGE)
 """All kinds of models."""
-FLOWS = frozenset((*_TRANSFORMERS, *_FLUX))
+FLOWS = frozenset((*_TRANSFORMERS, *_FLUX, Z_IMAGE))
 """Kinds of models that were trained with flow matching, and are transformers."""
 _INPAINTING = frozenset(family for family in FAMILIES if family.endswith(("inpainting", "Fill")))
 _NOT_INPAINTING = frozenset(FAMILIES) - _INPAINTING
 _OF_BOTH = ("inpainting", "LCM")
 _UNET_KINDS = frozenset(_UNETS)
 _ONE_ROW = frozenset(family for family in FAMILIES if family.endswith(("LCM", "Fill")))
+# Without LoRAs, ControlNets and masked blocks.
+_NEW = frozenset((*_FLUX, Z_IMAGE))
 WAYS: Mapping[str, frozenset[str]] = {
     "text to image": _NOT_INPAINTING,
     "image to image": _NOT_INPAINTING,
     "edit": frozenset(FAMILIES),
-    "edit with masked blocks": _NOT_INPAINTING | {"Flux Fill"},
+    "edit with masked blocks": (_NOT_INPAINTING | {"Flux Fill"}) - {Z_IMAGE},
     "mixed batch": frozenset(FAMILIES),
-    "mixed sizes": FLOWS,
-    "LoRA": frozenset(FAMILIES),
-    "two ControlNets on servers": frozenset(FAMILIES) - {"Flux Fill"},
+    "mixed sizes": FLOWS - {Z_IMAGE},
+    "LoRA": frozenset(FAMILIES) - {Z_IMAGE},
+    "two ControlNets on servers": frozenset(FAMILIES) - {"Flux Fill", Z_IMAGE},
     "resume on another worker": frozenset(FAMILIES),
     "pair of workers": frozenset(FAMILIES) - _ONE_ROW,
     "cached start": _NOT_INPAINTING,
@@ -250,7 +259,7 @@ class FamilyStock:
         if networks:
             asked.pop("guidance_rescale", None)
             asked |= self._controls(spec, control_images, edits=mask is not None)
-        if kind == "" or mask is not None or networks or self.family in _FLUX:
+        if kind == "" or mask is not None or networks or self.family in _NEW:
             asked |= {"width": spec.width, "height": spec.height}
         if image is not None:
             asked |= {"image": image, "strength": spec.strength}
@@ -293,6 +302,9 @@ class FamilyStock:
         if self.family in _UNETS and not is_sdxl(self.family):
             missing |= {"prompt_2", "negative_prompt_2"}
         more: dict[str, Any] = {}
+        if self.family == Z_IMAGE:
+            missing |= {"clip_skip", "prompt_2", "negative_prompt_2"}
+            more = {"cfg_normalization": spec.cfg_normalization, "cfg_truncation": spec.cfg_truncation}
         if self.family in _FLUX:
             one_row = reads_mask(self.family) or kind in ("ControlNetImg2Img", "ControlNetInpaint")
             missing |= {"clip_skip", *(("negative_prompt", "negative_prompt_2") if one_row else ())}
@@ -317,7 +329,7 @@ class FamilyStock:
 
     @property
     def _extra(self) -> dict[str, Any]:
-        if self.family in _FLUX:
+        if self.family in _NEW:
             return {}
         if self.family in FLOWS:
             return dict.fromkeys(("text_encoder_3", "tokenizer_3")) if "no T5" in self.family else {}
@@ -328,6 +340,8 @@ class FamilyStock:
     def _kind(self, what: str) -> Any:
         if self.family in _FLUX:
             return FluxFillPipeline if reads_mask(self.family) else getattr(diffusers, f"Flux{what}Pipeline")
+        if self.family == Z_IMAGE:
+            return getattr(diffusers, f"ZImage{what}Pipeline")
         series = "3" if self.family in FLOWS else "XL" if is_sdxl(self.family) else ""
         return getattr(diffusers, f"StableDiffusion{series}{what}Pipeline")
 
@@ -345,6 +359,8 @@ def _pipeline(family: str) -> Any:
         return _sd3_pipeline(family, tokenizers)
     if family in _FLUX:
         return _flux_pipeline(family, tokenizers[0])
+    if family == Z_IMAGE:
+        return _z_image_pipeline()
     kind = "Inpaint" if reads_mask(family) else ""
     parts: dict[str, Any] = {
         "unet": _unet(_UNETS[family]),
@@ -398,6 +414,53 @@ def _flux_pipeline(family: str, tokenizer: CLIPTokenizer) -> FluxPipeline | Flux
         text_encoder_2=encoder,
         tokenizer_2=second,
     )
+
+
+def _z_image_pipeline() -> ZImagePipeline:
+    transformer = ZImageTransformer2DModel(
+        in_channels=_CHANNELS,
+        dim=32,
+        n_layers=3,
+        n_refiner_layers=1,
+        n_heads=4,
+        n_kv_heads=4,
+        cap_feat_dim=_TEXT,
+        axes_dims=[4, 2, 2],
+        axes_lens=[1024, 64, 64],
+    )
+    for token in (transformer.x_pad_token, transformer.cap_pad_token):
+        nn.init.normal_(token)
+    tokenizer = chat_tokenizer()
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=_TEXT,
+        intermediate_size=2 * _TEXT,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    return ZImagePipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=_wide_vae(),
+        text_encoder=Qwen3Model(config),
+        tokenizer=tokenizer,
+    )
+
+
+_CHAT = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think>{% endif %}{% endif %}"
+)
+
+
+def chat_tokenizer() -> Qwen2Tokenizer:
+    """Return a tokenizer of Qwen's kind that knows bytes, one pair of letters and the marks of a chat."""
+    letters = sorted(ByteLevel.alphabet())
+    vocab = {token: number for number, token in enumerate((*letters, "ar"))}
+    marks = ["<|im_start|>", "<|im_end|>"]
+    return Qwen2Tokenizer(vocab=vocab, merges=[("a", "r")], extra_special_tokens=marks, chat_template=_CHAT)
 
 
 def _wide_vae() -> AutoencoderKL:

@@ -23,7 +23,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0"
 _SHARDS = ("diffusion_pytorch_model-00001-of-00002.safetensors", "diffusion_pytorch_model-00002-of-00002.safetensors")
 
 _GIVE = "give the folder of a model in Diffusers' layout"
-_ONLY = f"only Stable Diffusion 1, Stable Diffusion 2, SDXL, Stable Diffusion 3 and Flux.1 are served; {_GIVE}"
+_ONLY = f"only Stable Diffusion 1, Stable Diffusion 2, SDXL, Stable Diffusion 3, Flux.1 and Z-Image are served; {_GIVE}"
 _AGAIN = "download the file again"
 
 
@@ -338,7 +338,7 @@ WRONG_FOLDERS: tuple[WrongFolder, ...] = (
     WrongFolder(
         "a tokenizer of another kind",
         _spoiled(lambda path: replace(path / "tokenizer" / "tokenizer.json", '{"model": {"type": "Unigram"}}')),
-        "tokenizer/tokenizer.json: it is no BPE tokenizer with model and added_tokens; download CLIP's tokenizer",
+        "tokenizer/tokenizer.json: it is no BPE tokenizer with model and added_tokens; download the tokenizer again",
     ),
     # No model's folder.
     WrongFolder(

@@ -13,11 +13,12 @@ from diffusers.models.resnet import ResnetBlock2D
 from diffusers.models.transformers.transformer_flux import FluxSingleTransformerBlock
 from torch import nn
 from transformers.models.clip.modeling_clip import CLIPEncoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from transformers.models.t5.modeling_t5 import T5Block
 
 _COVERED_BEAT_S = 1.0
 # Large enough to be few (about a hundred in SDXL's UNet), small enough to end within seconds on a slow machine.
-_BLOCKS = (Attention, BasicTransformerBlock, CLIPEncoderLayer, FeedForward, ResnetBlock2D, T5Block)
+_BLOCKS = (Attention, BasicTransformerBlock, CLIPEncoderLayer, FeedForward, Qwen3DecoderLayer, ResnetBlock2D, T5Block)
 
 
 class Heartbeat:

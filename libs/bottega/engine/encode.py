@@ -18,15 +18,23 @@ from torch.nn import functional
 from bottega import rules
 from bottega.device.device import HostCopy, run_pieces
 from bottega.engine.events import CutText
-from bottega.engine.prompt_chunks import Chunk, emphasise, empty_chunk, plain_chunk, weighted_chunks
+from bottega.engine.prompt_chunks import (
+    Chunk,
+    Tokenizer,
+    chat_chunk,
+    emphasise,
+    empty_chunk,
+    plain_chunk,
+    weighted_chunks,
+)
 from bottega.engine.spec import ResolvedSpec
 from bottega.errors import Violation
-from bottega.model.backbone import GUIDANCE, TIMESTEP_COND
-from bottega.model.family import EncodedText, guidance_embedding
+from bottega.model.backbone import GUIDANCE, TIMESTEP_COND, guidance_embedding
 from bottega.model.model import Model
 from bottega.model.rows import Embeds
-from bottega.model.text_encoders import JobTexts, TextCache
+from bottega.model.text_encoders import EncodedText, JobTexts, TextCache
 from bottega.model.vae import encode_in_pieces
+from bottega.model.weights import NOWHERE
 from bottega.planning import rows_per_image
 from bottega.prompt_syntax import MalformedPrompt
 
@@ -105,7 +113,9 @@ def encode_all_prompts(
 
 def cfg_scale(model: Model, spec: ResolvedSpec) -> float:
     """Return the scale by which both halves of guidance are combined; at most 1 if only one half is computed."""
-    return spec.true_cfg_scale if model.embeds_guidance else spec.guidance_scale
+    if model.embeds_guidance:
+        return spec.true_cfg_scale
+    return spec.guidance_scale + 1.0 if model.family.guidance_from_zero else spec.guidance_scale
 
 
 @torch.inference_mode()
@@ -131,15 +141,14 @@ def encode_prompts(
     negative_prompts = _read_negative(model, spec) if guided and not zeros else _Prompts()
     chunks = max(prompts.longest, negative_prompts.longest)
     text = _encode_once(model, prompts, chunks, spec.clip_skip, texts)
-    conditional = _with_picture(model, spec, Embeds(prompt=text.prompt, added=text.added))
+    conditional = _with_picture(model, spec, _embeds(model, text))
     unconditional = None
     if guided and zeros:
-        empty = Embeds(prompt=text.prompt, added=text.added).map(torch.zeros_like)
-        unconditional = _with_picture(model, spec, empty)
+        unconditional = _with_picture(model, spec, _embeds(model, text).map(torch.zeros_like))
     elif guided:
         clip_skip = spec.clip_skip if spec.weighted else None
         negative = _encode_once(model, negative_prompts, chunks, clip_skip, texts)
-        unconditional = _with_picture(model, spec, Embeds(prompt=negative.prompt, added=negative.added))
+        unconditional = _with_picture(model, spec, _embeds(model, negative))
     tensors = [tensor for half in (conditional, unconditional) if half is not None for tensor in half.tensors.values()]
     return Conditions(
         conditional=conditional,
@@ -158,16 +167,17 @@ def sample_conditions(model: Model, spec: ResolvedSpec) -> Conditions:
     states, outputs = list[Tensor](), list[Any]()
     encoders = zip(model.family.text_encoders, model.tokenizers, model.text_encoders, strict=True)
     for part, tokenizer, encoder in encoders:
-        chunk, _ = plain_chunk("", tokenizer, model.family.prompt_tokens.get(part))
-        outputs.append(encoder(torch.tensor([chunk.ids], device=encoder.device), output_hidden_states=True))
-        states.append(model.family.states(encoder, outputs[-1], None))
+        chunk, _ = _plain_chunk(model, spec, spec.prompt, part, tokenizer)
+        made, output = _states(model, encoder, chunk, None)
+        states.append(made)
+        outputs.append(output)
     text = model.family.join(states, outputs, None).to(model.dtype)
     generator = torch.Generator("cpu").manual_seed(0)
 
     def noise(shaped: Tensor) -> Tensor:
         return model.runtime.to_device(torch.randn(shaped.shape, generator=generator), shaped.dtype)
 
-    embeds = _with_picture(model, spec, Embeds(prompt=text.prompt, added=text.added).map(noise))
+    embeds = _with_picture(model, spec, _embeds(model, text).map(noise))
     return Conditions(
         conditional=embeds,
         unconditional=embeds if rows_per_image(cfg_scale(model, spec)) > 1 else None,
@@ -225,6 +235,10 @@ def all_finite(model: Model, *tensors: Tensor) -> HostCopy:
     return model.runtime.to_host(finite)
 
 
+def _embeds(model: Model, text: EncodedText) -> Embeds:
+    return Embeds(prompt=text.prompt, added=text.added, any_length=model.family.reads_chat)
+
+
 def _with_picture(model: Model, spec: ResolvedSpec, embeds: Embeds) -> Embeds:
     """Add the conditions that depend on the picture, such as its size, and the guidance scale if it is one."""
     picture = dict(model.family.picture_conditions(spec.height, spec.width))
@@ -280,8 +294,7 @@ def _read(model: Model, spec: ResolvedSpec, texts: Sequence[str], fields: Sequen
     chunks: list[list[Chunk]] = []
     encoders_of: dict[tuple[str, str], list[str]] = {}
     for (text, tokenizer), field, part in zip(sources, fields, model.family.text_encoders, strict=False):
-        tokens = model.family.prompt_tokens.get(part)
-        chunk, lost = plain_chunk(text, tokenizer, tokens and (spec.max_sequence_length or tokens))
+        chunk, lost = _plain_chunk(model, spec, text, part, tokenizer)
         chunks.append([chunk])
         if lost:
             encoders_of.setdefault((field, lost), []).append(part)
@@ -289,6 +302,13 @@ def _read(model: Model, spec: ResolvedSpec, texts: Sequence[str], fields: Sequen
         CutText(field=field, text=lost, encoders=tuple(encoders)) for (field, lost), encoders in encoders_of.items()
     ]
     return _Prompts(chunks=chunks, truncations=cuts, max_sequence_length=spec.max_sequence_length)
+
+
+def _plain_chunk(model: Model, spec: ResolvedSpec, text: str, part: str, tokenizer: Tokenizer) -> tuple[Chunk, str]:
+    """Return the only chunk of a plain prompt for a text encoder, and the text that did not fit."""
+    tokens = model.family.prompt_tokens.get(part)
+    read = chat_chunk if model.family.reads_chat else plain_chunk
+    return read(text, tokenizer, tokens and (spec.max_sequence_length or tokens))
 
 
 def _encode_once(model: Model, prompts: _Prompts, count: int, clip_skip: int | None, texts: JobTexts) -> EncodedText:
@@ -310,12 +330,25 @@ def _encode(model: Model, prompts: _Prompts, count: int, clip_skip: int | None) 
         encoded: dict[Chunk, Tensor] = {}
         for chunk in dict.fromkeys(chunks):
             # The states of all layers are freed before the next chunk: a prompt may have 20 chunks.
-            output = encoder(model.runtime.to_device(torch.tensor([chunk.ids])), output_hidden_states=True)
-            encoded[chunk] = emphasise(model.family.states(encoder, output, clip_skip), chunk)
+            made, output = _states(model, encoder, chunk, clip_skip)
+            encoded[chunk] = emphasise(made, chunk)
             if len(encoded) == 1:
                 first_outputs.append(output)
         states.append(torch.cat([encoded[chunk] for chunk in chunks], dim=1))
     return model.family.join(states, first_outputs, prompts.max_sequence_length).to(model.dtype)
+
+
+def _states(model: Model, encoder: Any, chunk: Chunk, clip_skip: int | None) -> tuple[Tensor, Any]:
+    """Return the states of a chunk's tokens but for padding, [1, tokens, features], and the encoder's output."""
+    place = model.runtime.to_device if model.encodes else lambda values: values.to(NOWHERE)
+    # Networks without weights compute no values, and transformers reads those of a mask.
+    masks = {"attention_mask": place(torch.tensor([chunk.mask]).bool())} if chunk.mask and model.encodes else {}
+    output = encoder(place(torch.tensor([chunk.ids])), **masks, output_hidden_states=True)
+    states = model.family.states(encoder, output, clip_skip)
+    if chunk.mask:  # Padding is at one end.
+        first = chunk.mask.index(1)
+        states = states[:, first : first + sum(chunk.mask)]
+    return states, output
 
 
 class LatentPreview:

@@ -60,7 +60,7 @@ class Engine:
         heartbeat: Heartbeat | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        check_fixed_rows(limits.fixed_rows, model.device)
+        check_fixed_rows(limits.fixed_rows, model)
         if heartbeat is not None:  # Before the preview is fitted, which runs the VAE.
             call_after_blocks((model.backbone.network, model.vae, *model.text_encoders), heartbeat.beat)
         self.model = model

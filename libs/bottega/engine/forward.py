@@ -37,8 +37,7 @@ class ResidualProvider(Protocol):
     def ask(self, rows: list[Row]) -> None:
         """Send the inputs of the ControlNets for these rows' step, and return at once.
 
-        Called at the beginning of every forward pass with such rows. A row that was late is sent again, at the same
-        step.
+        Called when a forward pass with such rows begins. A row that was late is sent again, at the same step.
         """
         ...
 
@@ -402,6 +401,7 @@ def stack(rows: Sequence[Row], device: Device | None = None) -> Inputs:
         sample=torch.stack([row.network_input for row in rows]),
         timestep=device.to_device(torch.stack([row.timestep.float() for row in rows])),
         prompt_embeds=embeds.prompt,
+        prompt_lengths=[len(row.embeds.prompt) for row in rows] if embeds.any_length else (),
         added=embeds.added,
         activations=[row.activations for row in rows],
         controlled=any(row.controls for row in rows),

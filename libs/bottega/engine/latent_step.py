@@ -27,6 +27,8 @@ class Guidance:
 
     scale: float
     rescale: float = 0.0
+    normalization: float = 0.0
+    """See ResolvedSpec.cfg_normalization."""
 
 
 def guided_step(
@@ -46,9 +48,9 @@ def guided_step(
         noise: The prediction for each half of guidance, [channels, height, width].
         generator: Random generator on the CPU, for samplers that draw noise.
     """
-    conditional = noise[Half.CONDITIONAL][None]
-    unconditional = noise[Half.UNCONDITIONAL][None] if Half.UNCONDITIONAL in noise else None
-    if operations.guided_euler is not None and guidance.rescale == 0.0:
+    predicted = {half: prediction[None].to(latent.dtype) for half, prediction in noise.items()}
+    conditional, unconditional = predicted[Half.CONDITIONAL], predicted.get(Half.UNCONDITIONAL)
+    if operations.guided_euler is not None and guidance.rescale == guidance.normalization == 0.0:
         euler = sampler.euler_step(evaluation)
         if euler is not None:
             made = operations.guided_euler(conditional, unconditional, latent, scale=guidance.scale, step=euler)
@@ -59,6 +61,9 @@ def guided_step(
         combined = unconditional + guidance.scale * (conditional - unconditional)
         if guidance.rescale > 0.0:
             combined = rescale_noise_cfg(combined, conditional, guidance_rescale=guidance.rescale)
+        if guidance.normalization > 0.0:
+            longest = guidance.normalization * torch.linalg.vector_norm(conditional)
+            combined = combined * (longest / torch.linalg.vector_norm(combined)).clamp(max=1.0)
     following, estimate = sampler.step(combined, evaluation, latent, generator)
     return following.to(latent.dtype), estimate
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from bottega import rules
-from bottega.adapter_rules import check_union_images
+from bottega.adapter_rules import NO_CONTROLNETS, check_union_images
 from bottega.engine.prompt_chunks import weighted_chunks
 from bottega.engine.spec import ResolvedSpec, undrawable
 from bottega.errors import TooLarge, Violation
@@ -103,6 +103,11 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     yield from rules.check_true_cfg(
         spec.true_cfg_scale, taken=model.family.takes_true_cfg, has_negative=spec.negative_prompt is not None
     )
+    if not model.family.guidance_from_zero:
+        yield from rules.refuse_cfg_bounds(spec.cfg_normalization, spec.cfg_truncation)
+    if spec.loras and not model.family.takes_loras:
+        what = f"must be empty: LoRAs for {model.family.name} are not served yet"
+        yield Violation(field="spec.loras", description=what)
     if spec.embeddings and not model.family.takes_embeddings:
         names = ", ".join(embedding.name for embedding in spec.embeddings)
         what = f"must have no embedding ({names}): none are served with {model.family.name}; use a LoRA"
@@ -125,7 +130,7 @@ def _uncontrolled(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
         what = f"must be empty: this kind of model ({model.family.name}) is served without ControlNets"
         yield Violation(field="spec.controlnets", description=what)
     if spec.strength is not None and spec.edit is None and spec.controlnets and model.family.strength_keeps_steps:
-        yield Violation(field="spec.controlnets", description=rules.NO_CONTROLNETS)
+        yield Violation(field="spec.controlnets", description=NO_CONTROLNETS)
     if model.unet is not None:
         yield from check_union_images([(net.name, net.control_mode is not None) for net in spec.controlnets], "")
     for index, control in enumerate(spec.controlnets):
@@ -153,11 +158,16 @@ def _unreadable(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
             yield Violation(field=f"spec.{name}", description=str(error))
 
 
-def check_fixed_rows(fixed_rows: int, device: torch.device) -> None:
+def check_fixed_rows(fixed_rows: int, model: Model) -> None:
     """Raise ValueError if padding to `fixed_rows` rows would not make pictures equal byte for byte."""
+    if fixed_rows and model.family.reads_chat:
+        raise ValueError(
+            f"fixed_rows is {fixed_rows}; with {model.family.name} the last bits of a picture depend on the lengths of "
+            "the prompts in its batch; set fixed_rows to 0"
+        )
     if fixed_rows == 1:
         raise ValueError("fixed_rows is 1, but a guided request has two rows; 0 is no padding")
-    threads = torch.get_num_threads() if device.type == "cpu" else 1
+    threads = torch.get_num_threads() if model.device.type == "cpu" else 1
     if threads > 1 and fixed_rows % (2 * threads):
         # Measured: with 2 threads and 5, 6, 7 or 10 rows, the last bit of a row depends on its place in the batch; with
         # 4, 8, 12 and 16 it does not. Each thread needs an even number of rows.

@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from diffusers.loaders import TextualInversionLoaderMixin
 from torch import Tensor
-from transformers import CLIPTokenizer, T5Tokenizer
+from transformers import CLIPTokenizer, Qwen2Tokenizer, T5Tokenizer
 
 from bottega.prompt_syntax import MAX_PROMPT_CHUNKS, MalformedPrompt, parse_weighted
 
@@ -28,7 +28,7 @@ _COMMA_TOKENS = 20
 _TEXTS_AT_ONCE = 100
 _TEXTUAL_INVERSION = TextualInversionLoaderMixin()
 
-Tokenizer: TypeAlias = CLIPTokenizer | T5Tokenizer
+Tokenizer: TypeAlias = CLIPTokenizer | T5Tokenizer | Qwen2Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +38,8 @@ class Chunk:
     ids: tuple[int, ...]
     weights: tuple[float, ...] = ()
     """Weight of each token; empty if all are 1."""
+    mask: tuple[int, ...] = ()
+    """1 for each token of the prompt and 0 for padding, which is left out; empty if padding is read as well."""
 
 
 def plain_chunk(prompt: str, tokenizer: Tokenizer, tokens: int | None = None) -> tuple[Chunk, str]:
@@ -55,6 +57,22 @@ def plain_chunk(prompt: str, tokenizer: Tokenizer, tokens: int | None = None) ->
     lost = tokenizer.decode(whole[length - 1 : -1]) if len(whole) > length else ""
     # Copies of CLIP's tokenizers do not remove the marks of words' ends.
     return Chunk(ids=tuple(ids)), lost.replace(_WORD_END, " ").strip()
+
+
+def chat_chunk(prompt: str, tokenizer: Tokenizer, tokens: int | None = None) -> tuple[Chunk, str]:
+    """Return a plain prompt as a user's message in a chat, and the text that did not fit; see `plain_chunk`.
+
+    Source: encode_prompt of Diffusers' ZImagePipeline.
+    """
+    message = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=True)
+    length = tokens or tokenizer.model_max_length
+    read = tokenizer(text, padding="max_length", max_length=length, truncation=True)
+    lost = tokenizer.decode(tokenizer(text).input_ids[length:])
+    # The template writes a few words behind the prompt.
+    end = text.rpartition(prompt)[2] if prompt else text
+    chunk = Chunk(ids=tuple(read.input_ids), mask=tuple(read.attention_mask))
+    return chunk, "" if end.endswith(lost) else lost.removesuffix(end).strip()
 
 
 def weighted_chunks(prompt: str, tokenizer: CLIPTokenizer) -> list[Chunk]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +16,14 @@ from bottega.engine.encode import Conditions, LatentDistribution, Sources, cfg_s
 from bottega.engine.latent_step import Edit, Guidance, RequestState, guided_step, make_edit
 from bottega.engine.spec import ControlSpec, ResolvedSpec
 from bottega.model.model import Model
-from bottega.model.rows import GroupKey, Half, LoraSet, Row, RowActivations, SetKey
+from bottega.model.rows import GroupKey, Half, ImageActivations, LoraSet, Row, SetKey
 from bottega.model.samplers import Sampler
 from bottega.model.step_cache import StepCaches
 from bottega.model.vae import encode_dtype
 from bottega.planning import control_steps
+
+# Of the timesteps of flow matching.
+_TRAINING_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,20 +38,6 @@ class ActiveControl:
     """Evaluation after the last one in which it is active."""
     halves: frozenset[Half] = frozenset(Half)
     """The halves of guidance that it controls."""
-
-
-class ImageActivations(Protocol):
-    """Reads or writes the recorded activations of one image."""
-
-    def row(self, half: Half) -> RowActivations | None:
-        """Return the activations for a row of the next step, or None to compute the row in full.
-
-        A step that is retried may call this again.
-        """
-
-    @property
-    def next_share(self) -> float:
-        """Fraction of its rows' tokens that the next step computes."""
 
 
 class Request:
@@ -104,10 +92,10 @@ class Request:
         self.control_noise = self._seed()
         """Noise for the latent of each control image, [1, channels, height, width]; empty if the mean is used."""
         if resume is None:
-            self.evaluation, self.latent = self.first_evaluation, self._start(sources)
+            self.evaluation, self.latent = self.first_evaluation, self._start(sources).to(model.latent_dtype)
         else:
             self.evaluation = resume.evaluation
-            self.latent = model.runtime.to_device(resume.latent, model.dtype)
+            self.latent = model.runtime.to_device(resume.latent, model.latent_dtype)
             self.edit = self._resumed_edit(resume, sources.mask)
             self._generator.set_state(resume.generator)
             self._step_caches.restore(resume.step_caches, lambda each: model.runtime.to_device(each, model.dtype))
@@ -116,7 +104,7 @@ class Request:
         """The step of its checkpoint; `begin` without one."""
         self.estimate = self.latent
         """The last evaluation's estimate of the finished latent. Like `latent`, [1, channels, height, width]."""
-        self.key = GroupKey(shape=self._shape[1:], tokens=len(conditions.conditional.prompt), dtype=model.dtype)
+        self.key = GroupKey(shape=self._shape[1:], tokens=conditions.conditional.tokens, dtype=model.dtype)
 
     @property
     def end(self) -> int:
@@ -155,8 +143,13 @@ class Request:
 
     @property
     def halves(self) -> tuple[Half, ...]:
-        """The halves of guidance that are computed."""
-        return (Half.CONDITIONAL,) if self._conditions.unconditional is None else tuple(Half)
+        """The halves of guidance that the next evaluation computes."""
+        over = False
+        if self.spec.cfg_truncation < 1.0 and not self.done:
+            # From noise at 0 to the picture at 1, as in ZImagePipeline.
+            time = (_TRAINING_STEPS - self._sampler.timestep(self.evaluation)) / _TRAINING_STEPS
+            over = float(time) > self.spec.cfg_truncation
+        return (Half.CONDITIONAL,) if over or self._conditions.unconditional is None else tuple(Half)
 
     @property
     def row_count(self) -> int:
@@ -229,7 +222,8 @@ class Request:
         """
         self.edit = edit
         if not self.begun:
-            self.latent = self.estimate = edit.start(self._sampler, self.first_evaluation, self._strength)
+            started = edit.start(self._sampler, self.first_evaluation, self._strength)
+            self.latent = self.estimate = started.to(self.latent.dtype)
 
     def first_step_from(self, steps: int) -> int:
         """Return the next step if this request starts from the latent that another picture had after `steps` steps."""
@@ -251,7 +245,7 @@ class Request:
         shape = tuple(self.latent.shape)
         self._draw(shape)
         self._sampler.skip_noise(first, shape, self.model.dtype, self._generator)
-        started = self.model.runtime.to_device(latent[None], self.model.dtype)
+        started = self.model.runtime.to_device(latent[None], self.model.latent_dtype)
         if first < steps:
             started = self._sampler.renoise(started, self._draw(shape), steps).to(started.dtype)
         self._step_caches.clear()
@@ -260,7 +254,7 @@ class Request:
 
     def rows(self) -> list[Row]:
         """Return the rows of the next evaluation. Later calls return equal rows until `advance` is called."""
-        sample = self._sampler.model_input(self.latent, self.evaluation)[0]
+        sample = self._sampler.model_input(self.latent, self.evaluation)[0].to(self.model.dtype)
         halves = {Half.UNCONDITIONAL: self._conditions.unconditional, Half.CONDITIONAL: self._conditions.conditional}
         active = [control for control in self.controls if control.first <= self.evaluation < control.last]
         before = self._sampler.step_of(self.evaluation - 1) if self.begun else -1
@@ -281,8 +275,8 @@ class Request:
                 step_cache=None if active or self.activations is not None else self._step_caches.of(half.name),
                 alone=self.alone,
             )
-            for half, embeds in halves.items()
-            if embeds is not None
+            for half in self.halves
+            if (embeds := halves[half]) is not None
         ]
 
     def advance(self, noise: Mapping[Half, Tensor]) -> None:
@@ -292,7 +286,11 @@ class Request:
             self.evaluation,
             self.latent,
             noise,
-            guidance=Guidance(scale=cfg_scale(self.model, self.spec), rescale=self.spec.guidance_rescale),
+            guidance=Guidance(
+                scale=cfg_scale(self.model, self.spec),
+                rescale=self.spec.guidance_rescale,
+                normalization=self.spec.cfg_normalization,
+            ),
             generator=self._generator,
             operations=self.model.operations,
         )
@@ -348,7 +346,7 @@ class Request:
         if image is None:
             return self._draw(self._shape) * self._sampler.init_noise_sigma
         latent = self._draw_source(image)
-        noise = self._draw(tuple(latent.shape))
+        noise = self._draw(tuple(latent.shape), latent.dtype)
         if mask is not None:
             # Diffusers samples the masked image here. Only UNets of nine channels use it, but the draw advances the
             # generator, and so changes what ancestral samplers draw.
@@ -401,6 +399,6 @@ class Request:
         return make_edit(self.model, image_latent, noise, mask)
 
     def _draw(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-        """Return standard normal noise, in the model's data type if `dtype` is None."""
-        dtype = dtype or self.model.dtype
+        """Return standard normal noise, in the data type of latents between steps if `dtype` is None."""
+        dtype = dtype or self.model.latent_dtype
         return self.model.runtime.to_device(torch.randn(shape, generator=self._generator, dtype=dtype))

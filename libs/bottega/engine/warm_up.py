@@ -57,11 +57,14 @@ class MeasuredStages:
 
 @torch.inference_mode()
 def sample_job(model: Model, device_clock: DeviceClock, *, small: bool = False) -> EngineJob:
-    """Open a job of one image without add-ons, of the model's usual size or small, and encode its prompt."""
-    defaults = model.defaults
+    """Open a job of one image without add-ons, of the model's usual size or small, and encode its prompt.
+
+    Where memory is counted, a prompt is as long as the network reads one, if shorter ones take less.
+    """
+    defaults, counted = model.defaults, model.memory.budget_bytes is not None
     width, height = _small_size(model) if small else (defaults.width, defaults.height)
     spec = ResolvedSpec(
-        prompt="",
+        prompt="a " * model.family.max_sequence_length if counted and model.family.reads_chat else "",
         num_inference_steps=2,
         width=width,
         height=height,

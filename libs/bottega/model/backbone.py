@@ -11,7 +11,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from bottega.model.rows import RowActivations
 
@@ -38,6 +40,8 @@ class Inputs:
     """[rows], float32."""
     prompt_embeds: Tensor
     """[rows, tokens, features]."""
+    prompt_lengths: Sequence[int] = ()
+    """Number of each row's tokens, after which `prompt_embeds` is padding; empty if nothing is padded."""
     added: Mapping[str, Tensor] = field(default_factory=dict)
     """Further conditions, [rows, ...] each; see `Embeds.added`."""
     activations: Sequence[RowActivations | None] = ()
@@ -60,6 +64,10 @@ class Activations:
     """Height and width of the latent, for networks whose `hidden` does not have them."""
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosines and sines of the positions of all tokens, [tokens, features], which are equal in all rows."""
+    rotations: Tensor | None = None
+    """Rotations by the positions of each row's tokens, complex, [rows, tokens, features], if rows may differ."""
+    mask: Tensor | None = None
+    """bool [rows, tokens], False for padding, to which no token attends; None if nothing is padded."""
     points: dict[int, Tensor] = field(default_factory=dict)
     """The tensors that residuals are added to, by residual point."""
 
@@ -71,6 +79,8 @@ class Activations:
         """Keep only these rows, in ascending order. `index` is the same as int64 on their device."""
         before, self.hidden = self.hidden, self.hidden.index_select(0, index)
         self.embedding, self.context = (each.index_select(0, index) for each in (self.embedding, self.context))
+        self.rotations = None if self.rotations is None else self.rotations.index_select(0, index)
+        self.mask = None if self.mask is None else self.mask.index_select(0, index)
         # A transformer's point is `hidden` itself, so that what is added to it goes on.
         points = self.points.items()
         self.points = {place: self.hidden if it is before else it.index_select(0, index) for place, it in points}
@@ -128,3 +138,14 @@ class Backbone(Protocol):
     def finish(self, activations: Activations) -> Tensor:
         """Return the prediction, [rows, channels, height, width]."""
         ...
+
+
+def guidance_embedding(guidance_scale: float, width: int) -> Tensor:
+    """Return the condition of UNets that take the guidance scale as an input, [width], in float32.
+
+    Source: get_guidance_scale_embedding of Diffusers' pipelines.
+    """
+    half = width // 2
+    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(torch.log(torch.tensor(10000.0)) / (half - 1)))
+    angles = (torch.tensor(guidance_scale - 1) * 1000.0) * frequencies
+    return functional.pad(torch.cat([torch.sin(angles), torch.cos(angles)]), (0, width % 2))

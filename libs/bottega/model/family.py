@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -23,37 +24,25 @@ from diffusers import (
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
+from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
 from torch import Tensor
 from torch.nn import functional
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, Qwen3Model, T5EncoderModel
 
 from bottega.model.backbone import POOLED
+from bottega.model.schedulers import Sigmas
+from bottega.model.text_encoders import EncodedText
 from bottega.model_files.families import LCM_PIPELINE
-from bottega.model_files.family_names import FLUX, SD3, SD15, SD21, SDXL, TITLES, TRANSFORMER, UNET
+from bottega.model_files.family_names import FLUX, SD3, SD15, SD21, SDXL, TITLES, TRANSFORMER, UNET, Z_IMAGE
 from bottega.model_files.report import ModelReport
 
-# Tokens of a prompt that T5 reads, by the default of StableDiffusion3Pipeline, and the most that it takes.
+# Tokens of a prompt that T5 reads, by the default of StableDiffusion3Pipeline, and the most that it and Qwen3 take.
 _T5_TOKENS, _MAX_T5_TOKENS = 256, 512
 # Fields of a VAE's configuration that only some pipelines read.
 _NO_STATISTICS: Mapping[str, Any] = {"force_upcast": False, "latents_mean": None, "latents_std": None}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EncodedText:
-    """A text as the text encoders of a family encode it."""
-
-    prompt: Tensor
-    """[tokens, features]."""
-    added: Mapping[str, Tensor]
-    """Further conditions; see `Embeds.added`."""
-    summary: Tensor
-    """One vector for the whole text, by which similar prompts are found, [features]."""
-
-    def to(self, dtype: torch.dtype) -> EncodedText:
-        """Return the text with tensors of an element type, because text encoders may have another than the network."""
-        added = {name: tensor.to(dtype) for name, tensor in self.added.items()}
-        return EncodedText(prompt=self.prompt.to(dtype), added=added, summary=self.summary.to(dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +74,12 @@ class ModelFamily:
     """
     max_sequence_length: int = 0
     """The largest one; 0 if the family's pipelines do not have it."""
+    reads_chat: bool = False
+    """Whether prompts are read as messages of a chat, each at its own length."""
     weighs_words: bool = True
     """Whether weighted prompts are served."""
+    takes_loras: bool = True
+    """Whether LoRAs are served."""
     takes_embeddings: bool = True
     """Whether textual inversion embeddings are served."""
     takes_controlnets: bool = True
@@ -131,10 +124,14 @@ class ModelFamily:
 
     Some of them have no such input and ignore the scale.
     """
+    guidance_from_zero: bool = False
+    """Whether no guidance is a scale of 0 instead of 1: the pipelines add to the conditional half, not the other."""
     takes_true_cfg: bool = False
     """Whether the pipelines of such models have `true_cfg_scale`, with which a second row is drawn nevertheless."""
-    even_sigmas: bool = False
-    """Whether the pipelines pass sigmas to the scheduler, in even steps from 1 to 1/n, instead of taking its own."""
+    float32_latents: bool = False
+    """Whether the pipelines keep latents in float32 between steps, whatever the element type of the network."""
+    sigmas: Sigmas | None = None
+    """The sigmas that the pipelines pass to the scheduler; None if they take its own."""
     strength_keeps_steps: bool = False
     """Whether image-to-image makes all steps, from a noise level that the strength sets, instead of the last ones."""
     vae_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -150,17 +147,6 @@ class ModelFamily:
     def tokenizers(self) -> Sequence[str]:
         """Parts of the tokenizers, in the order of the text encoders."""
         return [part.replace("text_encoder", "tokenizer") for part in self.text_encoders]
-
-
-def guidance_embedding(guidance_scale: float, width: int) -> Tensor:
-    """Return the condition of UNets that take the guidance scale as an input, [width], in float32.
-
-    Source: get_guidance_scale_embedding of Diffusers' pipelines.
-    """
-    half = width // 2
-    frequencies = torch.exp(torch.arange(half, dtype=torch.float32) * -(torch.log(torch.tensor(10000.0)) / (half - 1)))
-    angles = (torch.tensor(guidance_scale - 1) * 1000.0) * frequencies
-    return functional.pad(torch.cat([torch.sin(angles), torch.cos(angles)]), (0, width % 2))
 
 
 def _penultimate_states(_encoder: Any, output: Any, clip_skip: int | None) -> Tensor:
@@ -232,6 +218,11 @@ def _join_flux(states: Sequence[Tensor], outputs: Sequence[Any], _tokens: int | 
     pooled = outputs[0].pooler_output[0]
     # One number wider, because thresholds of similarity that were measured with other models are chosen by the width.
     return EncodedText(prompt=states[1][0], added={POOLED: pooled}, summary=functional.pad(pooled, (0, 1)))
+
+
+def _join_z_image(states: Sequence[Tensor], _outputs: Sequence[Any], _tokens: int | None) -> EncodedText:
+    """Return Qwen3's states. Its last token has attended to all others, and stands for the whole text."""
+    return EncodedText(prompt=states[0][0], added={}, summary=states[0][0, -1])
 
 
 def _stable_diffusion(name: str) -> ModelFamily:
@@ -333,7 +324,34 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             num_inference_steps=28,
             distilled_guidance=True,
             takes_true_cfg=True,
-            even_sigmas=True,
+            sigmas=lambda steps: np.linspace(1.0, 1.0 / steps, steps).tolist(),
+            vae_overrides=_NO_STATISTICS,
+        ),
+        Z_IMAGE: ModelFamily(
+            name=TITLES[Z_IMAGE],
+            pipeline=ZImagePipeline,
+            left_out={},
+            networks={TRANSFORMER: ZImageTransformer2DModel, "vae": AutoencoderKL},
+            text_encoders={"text_encoder": Qwen3Model},
+            states=_penultimate_states,
+            prompt_tokens={"text_encoder": _MAX_T5_TOKENS},
+            max_sequence_length=_MAX_T5_TOKENS,
+            reads_chat=True,
+            weighs_words=False,
+            takes_loras=False,
+            takes_embeddings=False,
+            takes_controlnets=False,
+            states_from_end=0,
+            join=_join_z_image,
+            picture_conditions=lambda _height, _width: {},
+            guidance_scale=5.0,
+            edit_guidance_scale=5.0,
+            strength=0.6,
+            edit_strength=1.0,
+            edit_controlnet_scale=0.75,
+            guidance_from_zero=True,
+            float32_latents=True,
+            sigmas=get_default_z_image_sigmas,
             vae_overrides=_NO_STATISTICS,
         ),
     }

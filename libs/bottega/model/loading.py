@@ -25,7 +25,7 @@ from bottega.model.backbones import make_backbone
 from bottega.model.family import ModelFamily, family_of
 from bottega.model.model import Defaults, Model
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
-from bottega.model.schedulers import KARRAS, SamplerKind, default_kind, ignored_algorithm_advice
+from bottega.model.schedulers import KARRAS, SamplerKind, Sigmas, default_kind, ignored_algorithm_advice
 from bottega.model.text_encoders import TextCache, TextEncoderSettings, keep_on_host
 from bottega.model.vae import VaeDecoder, VaeSettings, make_decoder
 from bottega.model.weights import (
@@ -127,7 +127,7 @@ def load_model(
         decoder=decoder,
         memory=memory,
         prompt_cache=_prompt_cache(memory, prompt_cache_bytes if "encode" in roles else 0),
-        samplers=_samplers(config, defaults, even_sigmas=family.even_sigmas),
+        samplers=_samplers(config, defaults, sigmas=family.sigmas),
         zeros_for_absent_negative=bool(pipeline.config.get("force_zeros_for_empty_prompt")),
         latent_scale=pipeline.vae_scale_factor,
         defaults=defaults,
@@ -161,9 +161,9 @@ def _scheduler_config(
     return config | preset.scheduler_overrides
 
 
-def _samplers(config: Mapping[str, Any], defaults: Defaults, *, even_sigmas: bool) -> ModelSamplers:
+def _samplers(config: Mapping[str, Any], defaults: Defaults, *, sigmas: Sigmas | None) -> ModelSamplers:
     """Try every sampler. Raise ConfigError if the model's default sampler does not work."""
-    samplers = ModelSamplers(config, steps=defaults.num_inference_steps, even_sigmas=even_sigmas)
+    samplers = ModelSamplers(config, steps=defaults.num_inference_steps, sigmas=sigmas)
     own = SamplerChoice(kind=defaults.sampler, karras=defaults.use_karras_sigmas)
     if reason := samplers.refusals[own]:
         raise ConfigError(f"the model's sampler, {own}, cannot draw: {reason}")

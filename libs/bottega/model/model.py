@@ -10,7 +10,15 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import nn
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer, T5EncoderModel, T5Tokenizer
+from transformers import (
+    CLIPTextModel,
+    CLIPTextModelWithProjection,
+    CLIPTokenizer,
+    Qwen2Tokenizer,
+    Qwen3Model,
+    T5EncoderModel,
+    T5Tokenizer,
+)
 
 from bottega.device.device import Device
 from bottega.device.memory_plan import MemoryPlan
@@ -55,9 +63,9 @@ class Model:
     """With its index if it is a GPU."""
     runtime: Device
     """Streams, events and copies of the device."""
-    tokenizers: tuple[CLIPTokenizer | T5Tokenizer, ...]
+    tokenizers: tuple[CLIPTokenizer | T5Tokenizer | Qwen2Tokenizer, ...]
     """In the order of the text encoders."""
-    text_encoders: tuple[CLIPTextModel | CLIPTextModelWithProjection | T5EncoderModel, ...]
+    text_encoders: tuple[CLIPTextModel | CLIPTextModelWithProjection | T5EncoderModel | Qwen3Model, ...]
     """In the family's order."""
     backbone: MadeBackbone
     vae: AutoencoderKL
@@ -94,6 +102,11 @@ class Model:
     def scheduler_config(self) -> Mapping[str, Any]:
         """The model's scheduler configuration, from which samplers are created."""
         return self.samplers.config
+
+    @property
+    def latent_dtype(self) -> torch.dtype:
+        """Element type of latents between steps."""
+        return torch.float32 if self.family.float32_latents else self.dtype
 
     @property
     def latent_channels(self) -> int:
@@ -133,7 +146,9 @@ class Model:
     @property
     def max_side(self) -> int | None:
         """Largest width or height in pixels for which the network has embeddings of positions; None for any."""
-        places = self.backbone.network.config.get("pos_embed_max_size")
+        config = self.backbone.network.config
+        # Places of rows and columns, or those of all axes, of which the first one is that of the prompt's tokens.
+        places = config.get("pos_embed_max_size") or min(config.get("axes_lens", [0])[1:], default=0)
         return int(places) * self.patch_size * self.latent_scale if places else None
 
     def tokens(self, width: int, height: int) -> int:

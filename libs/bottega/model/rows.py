@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from bottega.device_links.tensor_messages import DTYPES
 from bottega.model.step_cache import StepCache
@@ -111,6 +112,13 @@ class Embeds:
     """[tokens, features]."""
     added: Mapping[str, Tensor] = field(default_factory=dict)
     """Further conditions by their names in Diffusers, such as SDXL's text_embeds, [features], and time_ids, [6]."""
+    any_length: bool = False
+    """Whether rows of one forward may have prompts of different lengths, because the network takes padded ones."""
+
+    @property
+    def tokens(self) -> int:
+        """Length that the prompts of one forward must have; 0 for any."""
+        return 0 if self.any_length else len(self.prompt)
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
@@ -119,11 +127,14 @@ class Embeds:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Embeds:
         """Return the same conditions with `change` applied to each tensor."""
-        return Embeds(prompt=change(self.prompt), added={name: change(tensor) for name, tensor in self.added.items()})
+        added = {name: change(tensor) for name, tensor in self.added.items()}
+        return replace(self, prompt=change(self.prompt), added=added)
 
     @staticmethod
     def stack(embeds: Sequence[Embeds]) -> Embeds:
         """Return the conditions of several rows, with a first dimension of rows in each tensor.
+
+        Prompts of any length are padded with zeros to the longest one.
 
         Raises:
             ValueError: The rows have different conditions.
@@ -131,9 +142,11 @@ class Embeds:
         names = embeds[0].added.keys()
         if any(row.added.keys() != names for row in embeds):
             raise ValueError("rows of one forward must have the same conditions")
+        prompts = [row.prompt for row in embeds]
         return Embeds(
-            prompt=torch.stack([row.prompt for row in embeds]),
+            prompt=pad_sequence(prompts, batch_first=True) if embeds[0].any_length else torch.stack(prompts),
             added={name: torch.stack([row.added[name] for row in embeds]) for name in names},
+            any_length=embeds[0].any_length,
         )
 
 
@@ -144,7 +157,7 @@ class GroupKey:
     shape: tuple[int, int, int]
     """Shape of the latent, [channels, height, width]."""
     tokens: int
-    """Length of the prompt embeddings."""
+    """Length of the prompt embeddings; 0 if it may differ."""
     dtype: torch.dtype
     weights: SetKey = ()
     """The LoRA set that is patched into the weights; empty for unchanged weights. Rows whose LoRAs are applied beside
@@ -176,6 +189,20 @@ class RowActivations(Protocol):
         ...
 
 
+class ImageActivations(Protocol):
+    """Reads or writes the recorded activations of one image."""
+
+    def row(self, half: Half) -> RowActivations | None:
+        """Return the activations for a row of the next step, or None to compute the row in full.
+
+        A step that is retried may call this again.
+        """
+
+    @property
+    def next_share(self) -> float:
+        """Fraction of its rows' tokens that the next step computes."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Row:
     """A half of one request in one evaluation of the network."""
@@ -205,9 +232,9 @@ class Row:
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Height and width of its latent, and length of its prompt. Rows of one size can be stacked."""
+        """Height and width of its latent, and `Embeds.tokens` of its prompt. Rows of one size can be stacked."""
         _, height, width = self.sample.shape
-        return height, width, len(self.embeds.prompt)
+        return height, width, self.embeds.tokens
 
     @property
     def network_input(self) -> Tensor:
@@ -229,13 +256,18 @@ def arranged(rows: Sequence[Row]) -> list[Row]:
 
 _CONDITION = "condition."
 _PROMPT = "prompt"
+# Part with the number of tokens of each half's prompt, int64 [halves], if they may differ.
+_LENGTHS = "prompt_lengths"
 # The model families have up to three.
 _MAX_CONDITIONS = 8
 
 
 def condition_parts(embeds: Sequence[Embeds]) -> dict[str, Tensor]:
     """Return the tensors of a message that hold these conditions, [halves, ...] each."""
-    return {f"{_CONDITION}{name}": tensor for name, tensor in Embeds.stack(embeds).tensors.items()}
+    parts = {f"{_CONDITION}{name}": tensor for name, tensor in Embeds.stack(embeds).tensors.items()}
+    if embeds[0].any_length:
+        parts[_LENGTHS] = torch.tensor([len(half.prompt) for half in embeds])
+    return parts
 
 
 def read_conditions(parts: Mapping[str, Tensor], halves: Sequence[Half]) -> dict[Half, Embeds]:
@@ -253,7 +285,22 @@ def read_conditions(parts: Mapping[str, Tensor], halves: Sequence[Half]) -> dict
             raise ValueError(f"a message must have the condition {name} for each half, of {dimensions} dimensions")
     copies = {name: tensor.clone() for name, tensor in found.items()}
     prompt = copies.pop(_PROMPT)
+    lengths = _read_lengths(parts.get(_LENGTHS), prompt)
     return {
-        half: Embeds(prompt=prompt[place], added={name: tensor[place] for name, tensor in copies.items()})
+        half: Embeds(
+            prompt=prompt[place, : lengths[place]],
+            added={name: tensor[place] for name, tensor in copies.items()},
+            any_length=_LENGTHS in parts,
+        )
         for place, half in enumerate(halves)
     }
+
+
+def _read_lengths(lengths: Tensor | None, prompt: Tensor) -> list[int]:
+    """Return the number of tokens of each half's prompt, [halves, tokens, features]. May raise ValueError."""
+    count, most = prompt.shape[:2]
+    if lengths is None:
+        return [most] * count
+    if lengths.dtype != torch.int64 or lengths.shape != (count,) or not bool(((lengths > 0) & (lengths <= most)).all()):
+        raise ValueError(f"a message must have {_LENGTHS} of 1 to {most} tokens for each half")
+    return [int(length) for length in lengths]

@@ -14,7 +14,7 @@ import torch
 from bottega.device.device import run_pieces
 from bottega.errors import Violation
 from bottega.model.samplers import Sampler
-from bottega.model.schedulers import KARRAS, FlowSchedule, SamplerKind, draws_noise, make_scheduler, pace_of
+from bottega.model.schedulers import KARRAS, FlowSchedule, SamplerKind, Sigmas, draws_noise, make_scheduler, pace_of
 from bottega.model_files.scheduler_check import sampler_problems
 from bottega.model_files.scheduler_rules import CONVERTED_SIGMAS
 from bottega.plain_text import excerpt
@@ -68,14 +68,14 @@ class ModelSamplers:
     Args:
         config: The model's scheduler configuration, without the defaults of its scheduler's class.
         steps: Number of denoising steps that `refusals` applies to.
-        even_sigmas: See `FlowSchedule`.
+        sigmas: See `FlowSchedule`.
     """
 
-    def __init__(self, config: Mapping[str, Any], *, steps: int, even_sigmas: bool = False) -> None:
+    def __init__(self, config: Mapping[str, Any], *, steps: int, sigmas: Sigmas | None = None) -> None:
         self.config = dict(config)
         self._steps = steps
-        self._even_sigmas = even_sigmas
-        self._refusals = _known_refusals(json.dumps(self.config, sort_keys=True, default=str), even_sigmas)
+        self._sigmas = sigmas
+        self._refusals = _known_refusals(json.dumps(self.config, sort_keys=True, default=str), sigmas)
         self._refusals_of_schedules: dict[tuple[SamplerChoice, int], str] = {}
 
     @property
@@ -110,7 +110,7 @@ class ModelSamplers:
             begin=begin,
             karras=choice.karras,
             schedule=choice.schedule,
-            flow=FlowSchedule(tokens=tokens, even_sigmas=self._even_sigmas),
+            flow=FlowSchedule(tokens=tokens, sigmas=self._sigmas),
             restarts=restarts,
         )
 
@@ -201,7 +201,7 @@ class ModelSamplers:
 
 
 @functools.lru_cache(maxsize=64)
-def _known_refusals(config: str, even_sigmas: bool) -> dict[tuple[SamplerChoice, int], str]:
+def _known_refusals(config: str, sigmas: Sigmas | None) -> dict[tuple[SamplerChoice, int], str]:
     """Return the refusals, which `ModelSamplers` adds to, of all models with a configuration, given as JSON."""
     return {}
 

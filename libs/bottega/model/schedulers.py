@@ -10,12 +10,12 @@ import functools
 import math
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import diffusers
 import numpy as np
@@ -140,14 +140,18 @@ def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapp
     return scheduler
 
 
+Sigmas: TypeAlias = Callable[[int], Sequence[float]]
+"""Returns the noise level before each step, from a number of steps."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowSchedule:
     """The properties of a picture and its model that set the schedule for flow matching."""
 
     tokens: int = 0
     """Number of tokens of the picture, by which some schedules are shifted; 0 for the fewest."""
-    even_sigmas: bool = False
-    """Whether sigmas go from 1 to 1/steps in even steps, before they are shifted."""
+    sigmas: Sigmas | None = None
+    """Noise levels for a number of steps, before they are shifted; None for those of the scheduler."""
 
 
 def set_timesteps(scheduler: Any, schedule: Schedule, flow: FlowSchedule, *, steps: int) -> None:
@@ -168,8 +172,8 @@ def set_timesteps(scheduler: Any, schedule: Schedule, flow: FlowSchedule, *, ste
         scheduler.set_timesteps(sigmas=list(schedule.sigmas))
     elif schedule.strength is not None:
         scheduler.set_timesteps(steps, strength=schedule.strength)
-    elif flows and flow.even_sigmas:
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1.0 / steps, steps), **shift)
+    elif flows and flow.sigmas is not None:
+        scheduler.set_timesteps(sigmas=list(flow.sigmas(steps)), **shift)
     else:
         scheduler.set_timesteps(steps, **shift)
 

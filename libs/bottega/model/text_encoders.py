@@ -1,4 +1,4 @@
-"""The text encoders of a model: where their weights are, and the cache of the texts that they have encoded.
+"""The text encoders of a model: what they make of a text, where their weights are, and the cache of encoded texts.
 
 T5 of Stable Diffusion 3 has more weights than the denoising network. An encoder that is kept on the host takes device
 memory for one block of layers: the blocks' weights are copied to the device one after the other, each before it
@@ -8,7 +8,7 @@ computes, and the copies are dropped after it. The host's weights do not change,
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,10 +16,26 @@ from torch import Tensor, nn
 
 from bottega.caching.lru_cache import LruCache
 from bottega.device.device import Device
-from bottega.model.family import EncodedText
 
 # Entries of a cache, each of which takes some hundred bytes beside its tensors. An embedding of SDXL has 300 KB.
 _MAX_ENTRIES = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedText:
+    """A text as the text encoders of a family encode it."""
+
+    prompt: Tensor
+    """[tokens, features]."""
+    added: Mapping[str, Tensor]
+    """Further conditions; see `Embeds.added`."""
+    summary: Tensor
+    """One vector for the whole text, by which similar prompts are found, [features]."""
+
+    def to(self, dtype: torch.dtype) -> EncodedText:
+        """Return the text with tensors of an element type, because text encoders may have another than the network."""
+        added = {name: tensor.to(dtype) for name, tensor in self.added.items()}
+        return EncodedText(prompt=self.prompt.to(dtype), added=added, summary=self.summary.to(dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ from bottega.model_files.family_names import (
     TITLES,
     TRANSFORMER,
     UNET,
+    Z_IMAGE,
     class_of,
 )
 from bottega.model_files.field_rules import (
@@ -49,6 +50,13 @@ from bottega.model_files.transformer_rules import (
 )
 from bottega.model_files.unet_rules import TIME_IDS, UNET_RULES, check_unet_config
 from bottega.model_files.vae_rules import VAE_RULES, check_vae_config, latent_scale
+from bottega.model_files.z_image_rules import (
+    QWEN3_RULES,
+    Z_IMAGE_RULES,
+    broken_z_image,
+    check_qwen3_config,
+    check_z_image_config,
+)
 from bottega.plain_text import excerpt
 
 # Activations of transformers that published CLIP text encoders have.
@@ -168,7 +176,11 @@ INDEX_RULES = (
 _NOT_LOADED_PARTS = frozenset({"image_encoder", "feature_extractor"})
 # Published folders of Stable Diffusion have a filter of pictures, which the suite does not run.
 _IGNORED = frozenset({"safety_checker"})
-_ALIASES = {"CLIPTokenizerFast": "CLIPTokenizer", "T5Tokenizer": "T5TokenizerFast"}
+_ALIASES = {
+    "CLIPTokenizerFast": "CLIPTokenizer",
+    "T5Tokenizer": "T5TokenizerFast",
+    "Qwen2TokenizerFast": "Qwen2Tokenizer",
+}
 TOKENIZER_RULES = (FieldRule(name="model_max_length", default=None, values=whole(1)),)
 
 
@@ -188,7 +200,7 @@ def check_configurations(
     """
     problems = [f"{INDEX_FILE}: {sentence}" for sentence in check_index(index, family)]
     scheduler_rules = partial(_check_scheduler, preset or Preset(), family)
-    rules: dict[str, _Rules] = {part: _RULES[class_of(part, family)] for part in PARTS[family]}
+    rules: dict[str, _Rules] = {part: _CLASSES[class_of(part, family)][1] for part in PARTS[family]}
     rules |= {"scheduler": scheduler_rules, "vae": partial(check_vae_config, shifts=TRANSFORMER in PARTS[family])}
     if UNET in rules:
         rules[UNET] = partial(check_unet_config, added_conditions=FAMILIES[family].has_two_encoders)
@@ -244,6 +256,8 @@ def check_parts_together(configs: Mapping[str, Mapping[str, Any]], family: str =
     }
     if family == FLUX:
         yield from _broken_flux(filled)
+    elif family == Z_IMAGE:
+        yield from broken_z_image(filled)
     else:
         yield from _broken_transformer_widths(filled) if TRANSFORMER in filled else _broken_widths(filled)
         yield from _broken_sizes(filled)
@@ -260,7 +274,8 @@ def filled_config(kind: str, config: Mapping[str, object]) -> dict[str, Any]:
     Args:
         kind: Name of the part's class; see `class_of`.
     """
-    return with_defaults(_TABLES[kind], config)
+    rules, _ = _CLASSES[kind]
+    return with_defaults(rules, config)
 
 
 def _broken_widths(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -346,11 +361,12 @@ def _broken_sizes(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 def _broken_lengths(configs: Mapping[str, Mapping[str, Any]], family: str) -> Iterator[str]:
     """Yield a sentence for each of CLIP's tokenizers that makes more tokens than its encoder reads, or than the other.
 
-    The pipelines cut those of T5, whose encoder reads any number of tokens.
+    The pipelines cut those of T5 and Qwen3, which read any number of tokens.
     """
-    name, length = "model_max_length", configs["tokenizer"]["model_max_length"]
+    name = "model_max_length"
     read = [part for part in configs if class_of(part, family).startswith("CLIPText")]
-    if "text_encoder_2" in read and (other := configs["tokenizer_2"][name]) != length:
+    length, other = (configs.get(tokenizer, {}).get(name) for tokenizer in ("tokenizer", "tokenizer_2"))
+    if "text_encoder_2" in read and other != length:
         yield (f"tokenizer_2/tokenizer_config.json: {name} must be {length}, as the first tokenizer's is, not {other}")
     for encoder in read:
         tokenizer = encoder.replace("text_encoder", "tokenizer")
@@ -364,27 +380,18 @@ def _broken_lengths(configs: Mapping[str, Mapping[str, Any]], family: str) -> It
             )
 
 
-_TABLES: Mapping[str, Sequence[FieldRule]] = {
-    "CLIPTextModel": TEXT_ENCODER_RULES,
-    "CLIPTextModelWithProjection": TEXT_ENCODER_RULES,
-    "T5EncoderModel": T5_RULES,
-    "CLIPTokenizer": TOKENIZER_RULES,
-    "T5TokenizerFast": (),
-    "UNet2DConditionModel": UNET_RULES,
-    "SD3Transformer2DModel": SD3_RULES,
-    "FluxTransformer2DModel": FLUX_RULES,
-    "AutoencoderKL": VAE_RULES,
+_CLASSES: Mapping[str, tuple[Sequence[FieldRule], _Rules]] = {
+    "CLIPTextModel": (TEXT_ENCODER_RULES, check_text_encoder_config),
+    "CLIPTextModelWithProjection": (TEXT_ENCODER_RULES, check_text_encoder_config),
+    "T5EncoderModel": (T5_RULES, check_t5_config),
+    "Qwen3Model": (QWEN3_RULES, check_qwen3_config),
+    "CLIPTokenizer": (TOKENIZER_RULES, check_tokenizer_config),
+    "T5TokenizerFast": ((), lambda _config: ()),
+    "Qwen2Tokenizer": ((), lambda _config: ()),
+    "UNet2DConditionModel": (UNET_RULES, check_unet_config),
+    "SD3Transformer2DModel": (SD3_RULES, check_sd3_config),
+    "FluxTransformer2DModel": (FLUX_RULES, check_flux_config),
+    "ZImageTransformer2DModel": (Z_IMAGE_RULES, check_z_image_config),
+    "AutoencoderKL": (VAE_RULES, check_vae_config),
 }
-"""Rules for the fields of a part's configuration, by its class."""
-# Checks of each class's configuration.
-_RULES: Mapping[str, _Rules] = {
-    "CLIPTextModel": check_text_encoder_config,
-    "CLIPTextModelWithProjection": check_text_encoder_config,
-    "T5EncoderModel": check_t5_config,
-    "CLIPTokenizer": check_tokenizer_config,
-    "T5TokenizerFast": lambda _config: (),
-    "UNet2DConditionModel": check_unet_config,
-    "SD3Transformer2DModel": check_sd3_config,
-    "FluxTransformer2DModel": check_flux_config,
-    "AutoencoderKL": check_vae_config,
-}
+"""Rules for the fields of a part's configuration, and the check of the whole of it, by the part's class."""

@@ -159,6 +159,15 @@ def controlnet_layout(config: AnyNetworkConfig) -> ControlLayout:
 
 
 def _layout(config: Mapping[str, Any], latent_scale: int) -> ControlLayout:
+    if "cap_feat_dim" in config:  # Z-Image's transformer
+        return ControlLayout(
+            latent_channels=config["in_channels"],
+            context_width=config["cap_feat_dim"],
+            pooled_width=0,
+            latent_scale=latent_scale,
+            points=((config["dim"], 0),) * config["n_layers"],
+            patch=config["all_patch_size"][0],
+        )
     if "joint_attention_dim" in config:  # a transformer
         width, singles = config["attention_head_dim"] * config["num_attention_heads"], config.get("num_single_layers")
         of_flux = singles is not None

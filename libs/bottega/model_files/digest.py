@@ -25,6 +25,8 @@ from bottega.state_folder import make_private, write_whole
 from bottega.storage.folders import listed, open_below
 
 _PIECE_BYTES = 4 << 20
+# Of configurations, vocabularies, and templates of chats.
+_CONFIGURATIONS = frozenset({".jinja", ".json", ".txt"})
 # Smaller files are hashed in less than .1 s.
 _LEAST_KEPT_BYTES = 64 << 20
 _MAX_KEPT = 1000
@@ -47,7 +49,7 @@ def files_digest(folder: Path, paths: Iterable[Path], *, hashed: Callable[[Path]
     """
     total = hashlib.sha256()
     for path in sorted(paths):
-        if path.suffix in {".json", ".safetensors", ".txt"}:
+        if path.suffix in {".safetensors", *_CONFIGURATIONS}:
             content = (hashed or file_digest)(path)
             total.update(f"{path.relative_to(folder).as_posix()}\0{content}\n".encode())
     return total.hexdigest()
@@ -165,7 +167,7 @@ def model_digest(
     """
     paths, other = {report.folder / INDEX_FILE}, set[Path]()
     for part in report.parts.values():
-        found = {path for path in part.folder.iterdir() if path.suffix in {".json", ".txt"} and path.is_file()}
+        found = {path for path in part.folder.iterdir() if path.suffix in _CONFIGURATIONS and path.is_file()}
         found |= set(part.files)
         if part.folder.parent == report.folder:
             paths |= found

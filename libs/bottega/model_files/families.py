@@ -9,7 +9,17 @@ from itertools import islice
 from pathlib import Path
 from shlex import quote
 
-from bottega.model_files.family_names import FLUX, SD3, SD15, SD21, SDXL, TITLES, served_titles, with_article
+from bottega.model_files.family_names import (
+    FLUX,
+    SD3,
+    SD15,
+    SD21,
+    SDXL,
+    TITLES,
+    Z_IMAGE,
+    served_titles,
+    with_article,
+)
 from bottega.model_files.json_files import read_json_object
 from bottega.model_files.single_file import read_single_file
 from bottega.model_files.single_file_kind import FileKind
@@ -37,6 +47,7 @@ _FAMILIES = {
     "AuraFlow": "AuraFlow",
     "Sana": "Sana",
     "QwenImage": "Qwen-Image",
+    "ZImage": Z_IMAGE,
     "LatentConsistencyModel": _STABLE_DIFFUSION,
     "IF": "DeepFloyd IF",
 }
@@ -47,12 +58,14 @@ LCM_PIPELINE = "LatentConsistencyModelPipeline"
 """Pipeline of Stable Diffusion 1 for UNets that read the guidance scale; it draws as StableDiffusionPipeline does."""
 _SD3_PIPELINES = ("StableDiffusion3Pipeline", "StableDiffusion3Img2ImgPipeline", "StableDiffusion3InpaintPipeline")
 _FLUX_PIPELINES = ("FluxPipeline", "FluxImg2ImgPipeline", "FluxInpaintPipeline", "FluxFillPipeline")
+_Z_IMAGE_PIPELINES = ("ZImagePipeline", "ZImageImg2ImgPipeline", "ZImageInpaintPipeline")
 _PIPELINES = {
     SD15: (*_SD_PIPELINES, LCM_PIPELINE),
     SD21: _SD_PIPELINES,
     SDXL: _SDXL_PIPELINES,
     SD3: _SD3_PIPELINES,
     FLUX: _FLUX_PIPELINES,
+    Z_IMAGE: _Z_IMAGE_PIPELINES,
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-SD15, SD21, SDXL, SD3, FLUX = "sd15", "sd21", "sdxl", "sd3", "flux"
+SD15, SD21, SDXL, SD3, FLUX, Z_IMAGE = "sd15", "sd21", "sdxl", "sd3", "flux", "z_image"
 PREDICTION_TYPES = ("epsilon", "v_prediction", "sample")
 """What UNets predict, by the names of Diffusers."""
 EPSILON, V_PREDICTION, _ = PREDICTION_TYPES
@@ -117,7 +117,7 @@ FAMILIES: Mapping[str, FamilyFacts] = {
     ),
 }
 """The families of which single files are converted."""
-TITLES: Mapping[str, str] = {name: family.title for name, family in FAMILIES.items()}
+TITLES: Mapping[str, str] = {**{name: family.title for name, family in FAMILIES.items()}, Z_IMAGE: "Z-Image"}
 """Display names of the families whose folders are checked part by part."""
 
 UNET, TRANSFORMER = "unet", "transformer"
@@ -156,6 +156,12 @@ PARTS: Mapping[str, Mapping[str, PartClass]] = {
         "tokenizer": _CLIP_TOKENIZER,
         "tokenizer_2": _T5_TOKENIZER,
         TRANSFORMER: ("diffusers", "FluxTransformer2DModel"),
+        "vae": _VAE,
+    },
+    Z_IMAGE: {
+        "text_encoder": ("transformers", "Qwen3Model"),
+        "tokenizer": ("transformers", "Qwen2Tokenizer"),
+        TRANSFORMER: ("diffusers", "ZImageTransformer2DModel"),
         "vae": _VAE,
     },
 }

@@ -5,31 +5,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from shlex import quote
 from types import MappingProxyType
-from typing import Any
 
 from bottega.miniature import MODELS
 from bottega.model_files.configuration_rules import INDEX_FILE, check_configurations, config_files, filled_config
 from bottega.model_files.families import describe_other, family_of
-from bottega.model_files.family_names import FAMILIES, PARTS, class_of, denoiser_part
-from bottega.model_files.json_files import DOWNLOAD_AGAIN, is_there, read_json_object, read_model_file
+from bottega.model_files.family_names import FAMILIES, FLUX, PARTS, class_of, denoiser_part
+from bottega.model_files.json_files import is_there, read_json_object
 from bottega.model_files.presets import PRESET_FILE, Preset, propose_preset, read_preset
 from bottega.model_files.report import ModelReport, PartReport
 from bottega.model_files.tensor_check import EXPECTED_TENSORS, check_tensors
+from bottega.model_files.tokenizer_check import TOKENIZER_CHECKS, check_tokenizer
 from bottega.model_files.vae_rules import latent_scale
 from bottega.model_files.weights import DIFFUSERS, TRANSFORMERS, Weights, choose_variant, read_weights, variants_of
-from bottega.plain_text import excerpt
 
-# Tokenizer files of CLIP have 2 MiB.
-_MAX_TOKENIZER_BYTES = 32 << 20
-_SHOWN_CHARACTERS = 60
-# Padding, end and unknown token, by their places in T5's vocabulary.
-_T5_SPECIAL_TOKENS = 3
-_T5_SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>"}
-_SPECIAL = {"bos_token": "<|startoftext|>", "eos_token": "<|endoftext|>", "unk_token": "<|endoftext|>"}
+# Side of the latent of usual pictures of transformers whose configurations do not say it.
+_LATENT_SIDE = FAMILIES[FLUX].latent_side
 
 
 def check_model_folder(folder: Path, variant: str = "", *, vae: Path | None = None) -> ModelReport:
@@ -74,7 +68,7 @@ def _check_parts(folder: Path, index: Mapping[str, object], family: str, variant
     problems += broken
     if not problems:
         problems += _check_contents(places, family, configs, weights)
-    proposal = None if problems or preset else propose_preset(name_of(str(folder)), configs["scheduler"])
+    proposal = None if problems or preset else propose_preset(name_of(str(folder)), configs["scheduler"], family)
     return ModelReport(
         folder=folder,
         family=family,
@@ -183,7 +177,7 @@ def _check_contents(
             continue
         kind = class_of(encoder, family)
         vocab_size = filled_config(kind, configs[encoder])["vocab_size"]
-        check = check_tokenizer if kind.startswith("CLIP") else check_t5_tokenizer
+        check = TOKENIZER_CHECKS.get(kind, check_tokenizer)
         yield from check(places[name], configs[name], vocab_size=vocab_size)
 
 
@@ -208,155 +202,12 @@ def _part(
 def default_size(configs: Mapping[str, Mapping[str, object]], family: str) -> int:
     """Return the side of a picture, in pixels, of a model with these valid configurations of its parts."""
     denoiser, vae = (filled_config(class_of(name, family), configs[name]) for name in (denoiser_part(family), "vae"))
-    # The configurations of Flux's transformers have no size.
-    return int(denoiser.get("sample_size", FAMILIES[family].latent_side)) * latent_scale(vae)
+    return int(denoiser.get("sample_size", _LATENT_SIDE)) * latent_scale(vae)
 
 
 def _class_name(index: Mapping[str, object], part: str) -> str:
     entry = index.get(part)
     return str(entry[1]) if isinstance(entry, list) and len(entry) == 2 and entry[1] is not None else ""
-
-
-def check_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size: int) -> Iterator[str]:
-    """Yield a sentence, with the file's name, for each fault of a tokenizer's vocabulary and merges.
-
-    Args:
-        folder: Folder of the tokenizer.
-        config: Contents of its tokenizer_config.json.
-        vocab_size: Number of tokens that the text encoder knows.
-    """
-    whole = folder / "tokenizer.json"
-    try:
-        # transformers prefers tokenizer.json.
-        if is_there(whole):
-            where, (vocab, merges) = f"{folder.name}/{whole.name}", _read_whole(whole)
-        else:
-            where, (vocab, merges) = f"{folder.name}/vocab.json", _read_pair(folder)
-    except ValueError as error:
-        yield str(error)
-        return
-    if any(type(number) is not int or number < 0 for number in vocab.values()):
-        yield f"{where}: the numbers of its tokens are no whole numbers from 0; {DOWNLOAD_AGAIN}"
-        return
-    unknown = [pair for pair in merges if len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys()]
-    if unknown:
-        shown = excerpt(" ".join(unknown[0]), _SHOWN_CHARACTERS)
-        yield f"{where}: the merge {shown} is of tokens that the vocabulary lacks; download the tokenizer again"
-    largest = max(vocab.values())
-    if largest >= vocab_size:
-        yield (
-            f"{where}: it has a token of number {largest} and the text encoder knows {vocab_size} tokens (vocab_size); "
-            "download both from one model"
-        )
-    for name, default in _SPECIAL.items():
-        token = _text(config.get(name, default))
-        if token not in vocab:
-            yield (
-                f"{where}: the vocabulary lacks {excerpt(token, _SHOWN_CHARACTERS)}, the {name} of "
-                f"{folder.name}/tokenizer_config.json; download the tokenizer again"
-            )
-            return
-
-
-def check_t5_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size: int) -> Iterator[str]:
-    """Yield a sentence, with the file's name, for each fault of the tokenizer.json of T5's tokenizer.
-
-    Args:
-        folder: Folder of the tokenizer.
-        config: Contents of its tokenizer_config.json.
-        vocab_size: Number of tokens that the text encoder knows.
-    """
-    where = f"{folder.name}/tokenizer.json"
-    try:
-        values = read_json_object(folder / "tokenizer.json", max_bytes=_MAX_TOKENIZER_BYTES)
-    except ValueError as error:
-        yield f"{where}: {error}"
-        return
-    model, added = values.get("model"), values.get("added_tokens")
-    pieces = model.get("vocab") if isinstance(model, dict) and model.get("type") == "Unigram" else None
-    if not isinstance(pieces, list) or not pieces or not isinstance(added, list):
-        yield f"{where}: it is no Unigram tokenizer with model and added_tokens; download T5's tokenizer"
-        return
-    if len(pieces) < _T5_SPECIAL_TOKENS or not all(map(_is_piece, pieces)):
-        yield f"{where}: its vocabulary is no list of tokens with numbers; {DOWNLOAD_AGAIN}"
-        return
-    if not all(isinstance(_content(token), str) for token in added):
-        yield f"{where}: its added_tokens have no content; {DOWNLOAD_AGAIN}"
-        return
-    known = {piece[0] for piece in pieces}
-    more = {_text(token) for token in added} - known
-    known |= more
-    if (count := len(pieces) + len(more)) > vocab_size:
-        yield (
-            f"{where}: it has {count} tokens and the text encoder knows {vocab_size} (vocab_size); download both from "
-            "one model"
-        )
-    for name, default in _T5_SPECIAL.items():
-        token = _text(config.get(name, default))
-        if token not in known:
-            shown = excerpt(token, _SHOWN_CHARACTERS)
-            what = f"the {name} of {folder.name}/tokenizer_config.json"
-            yield f"{where}: the vocabulary lacks {shown}, {what}; download the tokenizer again"
-            return
-
-
-def _is_piece(piece: object) -> bool:
-    return isinstance(piece, list) and [*map(type, piece)] in ([str, float], [str, int])
-
-
-def _read_whole(path: Path) -> tuple[dict[str, Any], Sequence[Sequence[str]]]:
-    """Return the vocabulary and the merges of a tokenizer.json. Raises ValueError with a sentence."""
-    where = f"{path.parent.name}/{path.name}"
-    try:
-        values = read_json_object(path, max_bytes=_MAX_TOKENIZER_BYTES)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    model, added = values.get("model"), values.get("added_tokens")
-    if not isinstance(model, dict) or model.get("type") != "BPE" or not isinstance(added, list):
-        raise ValueError(f"{where}: it is no BPE tokenizer with model and added_tokens; download CLIP's tokenizer")
-    vocab, merges = model.get("vocab"), model.get("merges")
-    if not isinstance(vocab, dict) or not vocab:
-        raise ValueError(f"{where}: its vocabulary is empty; {DOWNLOAD_AGAIN}")
-    if not isinstance(merges, list) or not merges:
-        raise ValueError(f"{where}: it has no merges; {DOWNLOAD_AGAIN}")
-    pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in merges]
-    if not all(isinstance(pair, list) and all(isinstance(each, str) for each in pair) for pair in pairs):
-        raise ValueError(f"{where}: its merges are no pairs of tokens; {DOWNLOAD_AGAIN}")
-    tokens = {
-        token["content"]: token["id"]
-        for token in added
-        if isinstance(token, dict) and isinstance(token.get("content"), str) and "id" in token
-    }
-    return vocab | tokens, pairs
-
-
-def _read_pair(folder: Path) -> tuple[dict[str, Any], Sequence[Sequence[str]]]:
-    """Return the vocabulary and the merges of vocab.json and merges.txt. Raises ValueError with a sentence."""
-    try:
-        vocab = read_json_object(folder / "vocab.json", max_bytes=_MAX_TOKENIZER_BYTES)
-    except ValueError as error:
-        raise ValueError(f"{folder.name}/vocab.json: {error}") from None
-    if not vocab:
-        raise ValueError(f"{folder.name}/vocab.json: its vocabulary is empty; {DOWNLOAD_AGAIN}")
-    try:
-        lines = read_model_file(folder / "merges.txt", max_bytes=_MAX_TOKENIZER_BYTES).decode().split("\n")
-    except UnicodeDecodeError:
-        raise ValueError(f"{folder.name}/merges.txt: it is no UTF-8 text; {DOWNLOAD_AGAIN}") from None
-    except ValueError as error:
-        raise ValueError(f"{folder.name}/merges.txt: {error}") from None
-    merges = [line.split(" ") for line in lines if line and not line.startswith("#version")]
-    if not merges:
-        raise ValueError(f"{folder.name}/merges.txt: it has no merges; {DOWNLOAD_AGAIN}")
-    return vocab, merges
-
-
-def _text(token: object) -> str:
-    """Return the text of a special token, which may be a string or an object."""
-    return str(_content(token))
-
-
-def _content(token: object) -> object:
-    return token.get("content") if isinstance(token, dict) else token
 
 
 # A repository's folder in the hub's cache: models--OWNER--NAME, with a folder `snapshots` of commits.

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field
 
 from bottega import config
 from bottega.errors import ConfigError
+from bottega.model_files.family_names import Z_IMAGE
 from bottega.model_files.json_files import read_json_object
 from bottega.model_files.scheduler_rules import FLOW_MATCHING, one_conversion
 from bottega.rules import MAX_GUIDANCE_SCALE, MAX_STEPS, FinalSigmasTypeName, SamplerName, TimestepSpacingName
@@ -99,7 +100,7 @@ class Proposal:
     """Text on what neither the scheduler's configuration nor the name settles; empty if they settle everything."""
 
 
-def propose_preset(name: str, scheduler_config: Mapping[str, Any]) -> Proposal | None:
+def propose_preset(name: str, scheduler_config: Mapping[str, Any], family: str = "") -> Proposal | None:
     """Return a proposal for a model that looks like a few-step model, or None.
 
     Its scheduler's configuration says more than its name: fine-tunes are called "turbo" and "lightning", too.
@@ -107,14 +108,15 @@ def propose_preset(name: str, scheduler_config: Mapping[str, Any]) -> Proposal |
     Args:
         name: The model's name or its repository's.
         scheduler_config: The model's `scheduler_config.json`.
+        family: Its family; see `TITLES`.
 
     Source: the model cards of stabilityai/sdxl-turbo (1 to 4 steps), ByteDance/SDXL-Lightning (checkpoints for 1, 2, 4
     and 8 steps), Lykon/dreamshaper-xl-v2-turbo (4 to 8 steps, guidance 2) and
-    stabilityai/stable-diffusion-3.5-large-turbo (4 steps, guidance 0).
+    stabilityai/stable-diffusion-3.5-large-turbo (4 steps, guidance 0), and ZImagePipeline of Diffusers (8 steps).
     """
     words, class_name = name.lower(), scheduler_config.get("_class_name")
     if class_name == FLOW_MATCHING:
-        turbo = Proposal(preset=Preset(num_inference_steps=4, guidance_scale=0.0))
+        turbo = Proposal(preset=Preset(num_inference_steps=8 if family == Z_IMAGE else 4, guidance_scale=0.0))
         return turbo if "turbo" in words else None
     trailing = scheduler_config.get("timestep_spacing") == _TRAILING
     # Models with these settings were retrained and need many steps, although they too have trailing timesteps.

@@ -43,7 +43,7 @@ class ModelReport:
 
     folder: Path
     family: str = ""
-    """`sd15`, `sd21`, `sdxl`, `sd3` or `flux`, else the display name of another kind of model; empty if unknown."""
+    """A name in `TITLES`, such as `sd15`, else the display name of another kind of model; empty if unknown."""
     pipeline_class: str = ""
     """`_class_name` of model_index.json."""
     parts: Mapping[str, PartReport] = field(default_factory=dict)

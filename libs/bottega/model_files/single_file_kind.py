@@ -37,6 +37,7 @@ _DIFFUSERS = ("down_blocks.", "encoder.down_blocks.", "mid_block.", "text_model.
 # Transformers by the beginning of a name that only they have. The last three have blocks as Flux.1 has.
 _OTHER_FAMILIES = {
     "double_layers.": "AuraFlow",
+    "cap_pad_token": "Z-Image",
     "cap_embedder.": "Lumina 2",
     "double_stream_modulation_img.": "FLUX.2",
     "distilled_guidance_layer.": "Chroma",

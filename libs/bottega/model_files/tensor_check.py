@@ -1,9 +1,9 @@
 """Checks the names and shapes of a part's tensors, in the headers of its files, against its configuration.
 
 `unet_tensors`, `controlnet_tensors`, `vae_tensors` and `text_encoder_tensors` yield the names and shapes in a network's
-`state_dict()`; those of transformers are in `transformer_rules`. They require a valid configuration with a value for
-each field that they read; see `unet_rules`, `controlnet_config` and `vae_rules`. They yield one tensor at a time,
-because a configuration may describe any number.
+`state_dict()`; those of transformers are in `transformer_rules` and `z_image_rules`. They require a valid configuration
+with a value for each field that they read; see `unet_rules`, `controlnet_config` and `vae_rules`. They yield one tensor
+at a time, because a configuration may describe any number.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from bottega.model_files.transformer_rules import Tensors, flux_tensors, sd3_tensors, t5_tensors
 from bottega.model_files.weights import FLOATING_POINT, Weights
+from bottega.model_files.z_image_rules import qwen3_tensors, z_image_tensors
 from bottega.plain_text import excerpt
 from bottega.safetensors_header import MAX_TENSORS
 
@@ -26,7 +27,7 @@ _FEED_FORWARD = 4
 _GATED = 2
 _CROSS_ATTENTION = "CrossAttn"
 _SHOWN_CHARACTERS = 120
-_TEXT_PREFIX = "text_model."
+_TEXT_PREFIXES = ("text_model.", "model.")
 # Tensors that published text encoders have in addition: positions of CLIP, and a copy of T5's embeddings.
 _ADDITIONAL = frozenset({"embeddings.position_ids", "encoder.embed_tokens.weight"})
 _OLD_VAE_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
@@ -82,7 +83,7 @@ def check_tensors(part: str, kind: str, config: Mapping[str, Any], weights: Weig
 def _loaded_name(part: str, name: str, weights: Weights) -> str:
     """Return the name under which Diffusers or transformers looks for a tensor of a file."""
     if part.startswith("text_encoder"):
-        return name.removeprefix(_TEXT_PREFIX)
+        return next((name.removeprefix(each) for each in _TEXT_PREFIXES if name.startswith(each)), name)
     if part == "vae" and len(weights.files) == 1 and ".attentions." in name:  # Diffusers renames none of shards
         module, _, kind = name.rpartition(".")
         block, _, projection = module.rpartition(".")
@@ -386,5 +387,7 @@ EXPECTED_TENSORS: Mapping[str, Callable[[Mapping[str, Any]], Tensors]] = {
     "CLIPTextModel": partial(text_encoder_tensors, projects=False),
     "CLIPTextModelWithProjection": partial(text_encoder_tensors, projects=True),
     "T5EncoderModel": t5_tensors,
+    "ZImageTransformer2DModel": z_image_tensors,
+    "Qwen3Model": qwen3_tensors,
 }
 """For each class, a function that yields its tensors from its valid configuration with all defaults."""

@@ -93,6 +93,8 @@ class BottegaBody(Body):
     guidance_scale: float | None = None
     guidance_rescale: float | None = None
     true_cfg_scale: float | None = None
+    cfg_normalization: float | None = None
+    cfg_truncation: float | None = None
     seed: int | None = None
     sampler: SamplerName | None = None
     use_karras_sigmas: bool | None = None

@@ -60,6 +60,7 @@ _MODEL_FACTS = (
     "embeds_guidance",
     "takes_true_cfg",
     "max_sequence_length",
+    "guidance_from_zero",
 )
 
 

@@ -211,6 +211,8 @@ def summary(spec: GenerationSpec, model_hash: str) -> str:
     # Where guidance is embedded, web UIs call its scale so, and the scale of both rows the usual name.
     distilled = spec.HasField("true_cfg_scale")
     cfg_scale = spec.true_cfg_scale if distilled else spec.guidance_scale
+    # Web UIs count it from 1 with every model.
+    cfg_scale += spec.HasField("cfg_truncation")
     settings = {
         "Steps": str(spec.num_inference_steps),
         "Sampler": SAMPLER_TITLES.get(spec.sampler, ""),

@@ -65,6 +65,7 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         " --fidelity=fast --model=miniature --control=edges=edges.png:0.8 --control=depth=source.png --stale-residuals"
         " --prompt-syntax=weighted --clip-skip=1 --no-exponential --beta --timestep-spacing=trailing"
         " --final-sigmas-type=sigma_min --timesteps=999,499,9 --sigmas=14.5,0.5,0 --true-cfg-scale=2.5 --step-caching"
+        " --cfg-normalization=1.5 --cfg-truncation=0.75"
     )
     assert run("generate", "a star", *options.split(), address=address).exit_code == 0
     expected = generation_pb2.GenerationSpec(
@@ -77,6 +78,8 @@ def test_every_option_reaches_the_gateway(gateway: ScriptedGateway, address: str
         guidance_scale=4.5,
         guidance_rescale=0.5,
         true_cfg_scale=2.5,
+        cfg_normalization=1.5,
+        cfg_truncation=0.75,
         width=64,
         height=128,
         sampler=generation_pb2.SAMPLER_DDIM,

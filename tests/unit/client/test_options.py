@@ -54,6 +54,8 @@ FULL: GenerationOptions = {
     "guidance_scale": 4.5,
     "guidance_rescale": 0.5,
     "true_cfg_scale": 2.5,
+    "cfg_normalization": 1.5,
+    "cfg_truncation": 0.75,
     "width": 64,
     "height": 128,
     "seed": 7,

@@ -41,6 +41,7 @@ from tests.samples.family_models import (
     FLOWS,
     SIZE,
     WAYS,
+    Z_IMAGE,
     FamilyStock,
     control_networks,
     family_model,
@@ -74,7 +75,7 @@ def test_the_engines_readme_says_which_model_draws_in_which_way() -> None:
 
 # What a kind of model draws is seen in these ways; of the others, every run has kinds that differ most.
 _ALL_KINDS = {"text to image", "edit"}
-_SOME_KINDS = {"SD 1", "SDXL pruned", "SDXL inpainting", "SD 3", "Flux dev"}
+_SOME_KINDS = {"SD 1", "SDXL pruned", "SDXL inpainting", "SD 3", "Flux dev", Z_IMAGE}
 # What makes a second row where the guidance scale is embedded.
 _TRUE_CFG = {"true_cfg_scale": 3.0, "negative_prompt": "a circle"}
 
@@ -168,14 +169,20 @@ def test_text_to_image(family: str) -> None:
         ("Flux dev", {"prompt_2": "a heart", "negative_prompt_2": "dark", "width": 2 * SIZE, **_TRUE_CFG}),
         ("Flux dev", {"prompt": "star " * 100, "prompt_2": "heart " * 100, "guidance_scale": 7.5}),
         ("Flux schnell", {"prompt": "star " * 100, "num_inference_steps": 1, **_TRUE_CFG}),
+        (Z_IMAGE, {"prompt": "star " * 400, "negative_prompt": "a circle", "width": 2 * SIZE}),
+        (Z_IMAGE, {"guidance_scale": 0.5, "max_sequence_length": 20}),
+        (Z_IMAGE, {"guidance_scale": 0.0}),
+        (Z_IMAGE, {"cfg_normalization": 0.9, "num_inference_steps": 4}),
+        (Z_IMAGE, {"cfg_truncation": 0.3, "num_inference_steps": 4}),
     ],
 )
 def test_prompts_and_shifts_of_transformers(family: str, changes: dict[str, Any]) -> None:
-    """T5 reads 256 tokens, or 512 with Flux dev, and CLIP 77. The sigmas depend on the size of the picture."""
+    """T5 reads 256 tokens, or 512 with Flux dev, as Qwen3, and CLIP 77. Sigmas may depend on the picture's size."""
     order = order_of(family, **{"num_inference_steps": 2, **changes})
     drawing = ManualEngine(make_engine(model_of(family), TOGETHER)).draw(order)
     assert_close(drawing.latents[0], expected(family, order))
-    assert bool(drawing.record.provenance.truncations) is ("prompt" in changes)
+    cut = "prompt" in changes or "max_sequence_length" in changes
+    assert bool(drawing.record.provenance.truncations) is cut
 
 
 def test_flux_in_half_precision_has_the_bits_of_stock() -> None:
@@ -185,6 +192,14 @@ def test_flux_in_half_precision_has_the_bits_of_stock() -> None:
     order = order_of("Flux dev", num_inference_steps=3, guidance_scale=3.3)
     model = load(family_model("Flux dev"), dtype=torch.bfloat16)
     drawing = ManualEngine(make_engine(model, TOGETHER)).draw(order)
+    assert torch.equal(drawing.latents[0], stock.latent(order.spec))
+
+
+def test_z_image_in_half_precision_has_the_bits_of_stock() -> None:
+    """Prompts are padded for the text encoder, and latents are float32 between steps, as in Diffusers."""
+    stock = FamilyStock(Z_IMAGE, torch.bfloat16)
+    order = order_of(Z_IMAGE, num_inference_steps=4, guidance_scale=0.0)
+    drawing = ManualEngine(make_engine(load(family_model(Z_IMAGE), dtype=torch.bfloat16), TOGETHER)).draw(order)
     assert torch.equal(drawing.latents[0], stock.latent(order.spec))
 
 
@@ -208,6 +223,19 @@ def test_t5_reads_as_many_tokens_as_each_request_of_a_batch_says(family: str, t5
         {encoder for cut in drawings[key].record.provenance.truncations for encoder in cut.encoders} for key in (1, 2)
     ]
     assert [t5 in cut for cut in cuts] == [False, bool(t5)]
+
+
+def test_prompts_of_all_lengths_share_turns() -> None:
+    """What one is padded with changes no other, also when some have left. Halves of guidance differ in length, too."""
+    lengths = (1, 20, 45, 90)
+    orders = [
+        order_of(Z_IMAGE, length, prompt="a" * length, negative_prompt="b" * (100 - length), num_inference_steps=steps)
+        for length, steps in zip(lengths, (5, 4, 3, 2), strict=True)
+    ]
+    drawings = ManualEngine(make_engine(model_of(Z_IMAGE), TOGETHER)).run({0: orders})
+    for order in orders:
+        assert_close(drawings[order.key].latents[0], expected(Z_IMAGE, order))
+        assert drawings[order.key].record.provenance.mean_group_requests > 1
 
 
 @families("mixed batch")

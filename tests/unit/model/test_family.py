@@ -29,7 +29,7 @@ from bottega.errors import InvalidRequest
 from bottega.model.family import FAMILIES
 from bottega.model.model import Model
 from bottega.model.schedulers import SamplerKind
-from bottega.model_files.family_names import FLUX, SD3, SDXL
+from bottega.model_files.family_names import FLUX, SD3, SDXL, Z_IMAGE
 from bottega.schedules import Schedule
 from bottega.v1.engine_pb2 import EngineStart
 from bottega.v1.generation_pb2 import SAMPLER_LCM, GenerationSpec
@@ -57,7 +57,7 @@ def defaults_of(pipeline: str) -> Mapping[str, Any]:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_defaults_are_those_of_the_pipelines(name: str) -> None:
-    starts = {SDXL: "StableDiffusionXL", SD3: "StableDiffusion3", FLUX: "Flux"}
+    starts = {SDXL: "StableDiffusionXL", SD3: "StableDiffusion3", FLUX: "Flux", Z_IMAGE: "ZImage"}
     family, start = FAMILIES[name], starts.get(name, "StableDiffusion")
     text = {"guidance_scale": family.guidance_scale, "num_inference_steps": family.num_inference_steps}
     assert defaults_of(f"{start}Pipeline") == text
@@ -72,7 +72,7 @@ def test_defaults_are_those_of_the_pipelines(name: str) -> None:
         return
     controlled = defaults_of(f"{start}ControlNetInpaintPipeline")
     assert controlled["controlnet_conditioning_scale"] == family.edit_controlnet_scale
-    assert controlled["strength"] == family.edit_strength
+    assert controlled.get("strength", family.edit_strength) == family.edit_strength  # That of Z-Image has none.
 
 
 @pytest.mark.parametrize(

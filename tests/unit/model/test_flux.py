@@ -21,7 +21,7 @@ from bottega.engine.spec import ControlSpec, EmbeddingSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.backbone import GUIDANCE, POOLED, Inputs
 from bottega.model.backbones.flux import FluxBackbone
-from bottega.model.family import family_of
+from bottega.model.family import FAMILIES, family_of
 from bottega.model.model import Model
 from bottega.model.sampler_choices import ModelSamplers, SamplerChoice
 from bottega.model.schedulers import SamplerKind
@@ -181,7 +181,7 @@ def test_sigmas_are_even_before_their_shift(shifts: bool) -> None:
         "base_image_seq_len": 16,
         "max_image_seq_len": 64,
     }
-    samplers = ModelSamplers(config, steps=4, even_sigmas=True)
+    samplers = ModelSamplers(config, steps=4, sigmas=FAMILIES["flux"].sigmas)
     for steps in (4, 1):
         stock = FlowMatchEulerDiscreteScheduler.from_config(config)
         stock.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=0.825)
@@ -202,6 +202,8 @@ def test_sigmas_are_even_before_their_shift(shifts: bool) -> None:
             {"controlnets": (CONTROL,)},
             "must be empty: this kind of model (Flux.1) is served without ControlNets",
         ),
+        ("dev", {"cfg_normalization": 1.0}, "must be 0, which is off: only models of Z-Image take it"),
+        ("dev", {"cfg_truncation": 0.5}, "must be 1, which is off: only models of Z-Image take it"),
         ("dev", {"sampler": SamplerKind.DDIM}, "it is for models that predict noise"),
         ("dev", {"true_cfg_scale": 2.0}, "needs negative_prompt, which may be empty"),
         (

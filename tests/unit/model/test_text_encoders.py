@@ -10,7 +10,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 from transformers import T5EncoderModel
 
@@ -33,7 +32,7 @@ from bottega.model.text_encoders import JobTexts, TextCache, TextEncoderSettings
 from bottega.model.weights import Placement
 from bottega.model_files.folder_check import check_model_folder
 from tests.samples.engine_loras import TEXT, Components, LorasByHand, digest_of, lora_spec, random_layers
-from tests.samples.family_models import SIZE, FamilyStock, family_model, sampler_of
+from tests.samples.family_models import SIZE, Z_IMAGE, FamilyStock, family_model, sampler_of
 from tests.support.engines import TOGETHER, lora_weights, make_engine
 from tests.support.manual_engine import ManualEngine, load
 from tests.support.staged_device import StagedDevice
@@ -67,24 +66,28 @@ def caching(family: str, budget_bytes: int = BUDGET_BYTES) -> Model:
     return replace(model_of(family), prompt_cache=TextCache(budget_bytes))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_t5_in_another_dtype_draws_what_stock_draws_with_that_dtype(dtype: torch.dtype) -> None:
-    model, stock = model_with("SD 3", text_encoder_3=TextEncoderSettings(dtype=dtype)), FamilyStock("SD 3")
-    stock.text = StableDiffusion3Pipeline.from_pretrained(
-        family_model("SD 3"), dtype={T5: dtype, "default": torch.float32}
-    )
-    assert [encoder.dtype for encoder in model.text_encoders] == [torch.float32, torch.float32, dtype]
+@pytest.mark.parametrize(
+    ("family", "part", "dtype"),
+    [("SD 3", T5, torch.bfloat16), ("SD 3", T5, torch.float16), (Z_IMAGE, "text_encoder", torch.bfloat16)],
+)
+def test_an_encoder_in_another_dtype_draws_what_stock_draws_with_it(family: str, part: str, dtype: torch.dtype) -> None:
+    model, stock = model_with(family, **{part: TextEncoderSettings(dtype=dtype)}), FamilyStock(family)
+    stock.text = type(stock.text).from_pretrained(family_model(family), dtype={part: dtype, "default": torch.float32})
+    assert [encoder.dtype for encoder in model.text_encoders] == [
+        dtype if each == part else torch.float32 for each in model.family.text_encoders
+    ]
     drawing = ManualEngine(make_engine(model, TOGETHER)).draw(EngineOrder(key="it", spec=SPEC))
     assert_close(drawing.latents[0], stock.latent(SPEC))
     # Others must not go on with its checkpoints, nor use its cached latents.
     assert not model.is_as_stock
-    assert model.digest != model_of("SD 3").digest
-    assert model_with("SD 3", text_encoder_3=TextEncoderSettings(dtype=torch.float32)).digest == model_of("SD 3").digest
+    assert model.digest != model_of(family).digest
+    plain = model_with(family, **{part: TextEncoderSettings(dtype=torch.float32)})
+    assert plain.digest == model_of(family).digest
 
 
-@pytest.mark.parametrize("part", ["text_encoder", T5])
-def test_an_encoder_on_the_host_computes_the_same_with_a_block_on_the_device(part: str) -> None:
-    model = load(family_model("SD 3"))
+@pytest.mark.parametrize(("family", "part"), [("SD 3", "text_encoder"), ("SD 3", T5), (Z_IMAGE, "text_encoder")])
+def test_an_encoder_on_the_host_computes_the_same_with_a_block_on_the_device(family: str, part: str) -> None:
+    model = load(family_model(family))
     encoder = dict(zip(model.family.text_encoders, model.text_encoders, strict=True))[part]
     ids = torch.tensor([[5, 3, 1, 1]])
     plain = states(encoder, ids)

@@ -73,6 +73,12 @@ def test_other_tools_tell_an_embedded_guidance_from_a_classifier_free_one() -> N
     }
 
 
+def test_other_tools_count_guidance_from_1() -> None:
+    drawn = spec()
+    drawn.cfg_truncation = 1
+    assert read(summary(drawn, ""))["CFG scale"] == "5.5"
+
+
 @pytest.mark.parametrize(
     ("field", "title"),
     [("use_karras_sigmas", "Karras"), ("use_exponential_sigmas", "Exponential"), ("use_beta_sigmas", "Beta")],

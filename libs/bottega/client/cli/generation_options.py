@@ -51,7 +51,9 @@ _SAMPLING = (
     ),
     click.option("--negative-prompt", metavar="TEXT", help="Negative prompt: things that the picture should not show."),
     click.option(
-        "--guidance-scale", type=float, help="How closely to follow the prompt; guidance is off at 1 or less."
+        "--guidance-scale",
+        type=float,
+        help="How closely to follow the prompt; guidance is off at 1 or less, with Z-Image at 0.",
     ),
     click.option("--guidance-rescale", type=float, help="Guidance rescale against overexposure, 0 to 1."),
     click.option(
@@ -59,6 +61,16 @@ _SAMPLING = (
         type=float,
         help="Classifier-free guidance with --negative-prompt in models of Flux.1, whose guidance scale is embedded; "
         "default: off, as at 1 or less.",
+    ),
+    click.option(
+        "--cfg-normalization",
+        type=float,
+        help="Longest that a guided prediction may be, in lengths of the prompt's (Z-Image); default: off, as at 0.",
+    ),
+    click.option(
+        "--cfg-truncation",
+        type=float,
+        help="Share of the way from noise to the picture after which guidance is off (Z-Image); default: 1.",
     ),
     click.option("--width", type=int, help="Width in pixels; default: the model's."),
     click.option("--height", type=int, help="Height in pixels; default: the model's."),
@@ -108,8 +120,8 @@ _WITHOUT_MASK = (
     click.option(
         "--strength",
         type=float,
-        help="Share of --image that is redrawn, above 0 to 1; default: 0.3 with SDXL, 0.6 with Stable Diffusion 3 "
-        "and Flux.1, else and with --control 0.8.",
+        help="Share of --image that is redrawn, above 0 to 1; default: 0.3 with SDXL, 0.6 with Stable Diffusion 3, "
+        "Flux.1 and Z-Image, else and with --control 0.8.",
     ),
     click.option(
         "--step-caching/--no-step-caching",
@@ -160,7 +172,7 @@ _OTHERS = (
         "(word:1.3), [word], BREAK and any length up to 1500 tokens.",
     ),
     click.option("--clip-skip", type=int, help="Last layers of the text encoders to skip, as in Diffusers."),
-    click.option("--max-sequence-length", type=int, help="Tokens of a prompt that T5 reads, 1 to 512."),
+    click.option("--max-sequence-length", type=int, help="Tokens of a prompt that T5 or Qwen3 reads, 1 to 512."),
     click.option(
         "--format", type=click.Choice(list(FORMATS)), help="File format; default: by the file's name, else png."
     ),

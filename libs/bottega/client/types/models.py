@@ -101,6 +101,8 @@ class ServedModel:
     """Whether the model takes a true_cfg_scale above 1."""
     max_sequence_length: int
     """The largest max_sequence_length; 0 if the model refuses the argument."""
+    guidance_from_zero: bool
+    """Whether a guidance_scale of 0 is no guidance, not 1; such models take cfg_normalization and cfg_truncation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +166,7 @@ def model_from(model: image_pb2.Model) -> ServedModel:
         embeds_guidance=model.embeds_guidance,
         takes_true_cfg=model.takes_true_cfg,
         max_sequence_length=model.max_sequence_length,
+        guidance_from_zero=model.guidance_from_zero,
     )
 
 

@@ -57,14 +57,18 @@ class EditOptions(TypedDict, total=False):
             Diffusers. Weighted is as in AUTOMATIC1111's web UI, with (word:1.3), [word] and BREAK, and is not cut at 75
             tokens.
         clip_skip: Number of last layers of the text encoders to skip, as in Diffusers; the web UI counts one more.
-        max_sequence_length: Number of tokens that T5 reads, 1 to 512, of models that have it; by default 256, and 512
-            with Flux.1 dev and Fill.
+        max_sequence_length: Number of tokens that T5 or Qwen3 reads, 1 to 512, of models that have one; by default 512,
+            and 256 with Stable Diffusion 3 and Flux.1 schnell.
         num_inference_steps: Denoising steps, 1 to 200.
-        guidance_scale: 0 to 50; guidance is off at 1 or less. Edits without ControlNets may have another default, as in
-            Diffusers (models()).
+        guidance_scale: 0 to 50; guidance is off at 1 or less, with Z-Image at 0, as in Diffusers. Edits without
+            ControlNets may have another default (models()).
         guidance_rescale: 0 to 1.
         true_cfg_scale: Classifier-free guidance with the negative prompt in models of Flux.1, which embed the guidance
             scale, 0 to 50. By default it is off, as at 1 or less, and negative prompts count for nothing.
+        cfg_normalization: Longest that a guided prediction may be, 0 to 50, in lengths of the conditional one, with
+            Z-Image; 0 by default, which is off.
+        cfg_truncation: Share of the way from noise to the picture after which guidance is off, 0 to 1, likewise; 1 by
+            default.
         width: Width in pixels, a multiple of the model's size_multiple. A source is resized to it.
         height: Height in pixels, likewise.
         seed: Seed of the first picture; picture i is drawn like a single one with seed + i.
@@ -79,8 +83,8 @@ class EditOptions(TypedDict, total=False):
         timesteps: Timestep of each step, falling, as in Diffusers' pipelines; they set num_inference_steps.
         sigmas: Noise level before each step and after the last one, falling, likewise.
         strength: Share of the source that is redrawn, above 0 to 1. The default depends on the model, as in Diffusers:
-            .6 with Stable Diffusion 3 and Flux.1, .3 with SDXL, .8 with others and with ControlNets; with a mask .6
-            with Stable Diffusion 3 and Flux.1, .9999 with SDXL and 1 with others and Flux.1 Fill.
+            .6 with Stable Diffusion 3, Flux.1 and Z-Image, .3 with SDXL, .8 with others and with ControlNets; with a
+            mask .6 with Stable Diffusion 3 and Flux.1, .9999 with SDXL and 1 with others and Flux.1 Fill.
         mask_alpha: Whether the mask's transparency says what is redrawn, instead of its white.
         padding_mask_crop: Draw only the mask and this many pixels of the source around it, at width x height, and put
             it back, so that the picture has the source's own size. By default the whole source is drawn.
@@ -131,6 +135,8 @@ class EditOptions(TypedDict, total=False):
     guidance_scale: float | None
     guidance_rescale: float | None
     true_cfg_scale: float | None
+    cfg_normalization: float | None
+    cfg_truncation: float | None
     width: int | None
     height: int | None
     seed: int | None

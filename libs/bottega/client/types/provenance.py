@@ -73,6 +73,8 @@ class Parameters:
     guidance_scale: float = 0.0
     guidance_rescale: float = 0.0
     true_cfg_scale: float | None = None
+    cfg_normalization: float | None = None
+    cfg_truncation: float | None = None
     width: int = 0
     height: int = 0
     seed: int = 0

@@ -45,13 +45,14 @@ _SHARE = 4
 # Memory for all graphs if the free memory is not known.
 _BYTES = 2 << 30
 
-Key = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-"""Shapes of sample and prompt, data type, and whether residuals are added."""
+Key = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+"""Shapes of sample and prompt, lengths of padded prompts, data type, and whether residuals are added."""
 
 
 def key_of(inputs: Inputs) -> Key:
     """Return the key under which the recording for these inputs is stored."""
-    return tuple(inputs.sample.shape), tuple(inputs.prompt_embeds.shape), inputs.sample.dtype, inputs.controlled
+    sample, prompts = inputs.sample, inputs.prompt_embeds
+    return tuple(sample.shape), tuple(prompts.shape), tuple(inputs.prompt_lengths), sample.dtype, inputs.controlled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -303,12 +304,15 @@ class GraphedActivations(Activations):
         self.recorded = None
 
 
+# Fields of the activations of a recording that those of a forward pass share with it.
+_KEPT = ("hidden", "embedding", "context", "size", "rotary", "rotations", "mask")
+
+
 class GraphedBackbone:
     """A backbone that runs recorded shapes as graphs, and otherwise the blocks of another backbone."""
 
-    spans: RowSpans | None = None
-
     def __init__(self, plain: MadeBackbone, recordings: RecordedForwards, capture: Capture) -> None:
+        self.spans: RowSpans | None = plain.spans
         self._plain = plain
         self._recordings = recordings
         self._capture = capture
@@ -329,14 +333,7 @@ class GraphedBackbone:
         recorded.fill(inputs)
         after = recorded.segments[0].after
         # Nothing is computed before the first block runs.
-        return GraphedActivations(
-            hidden=after.hidden,
-            embedding=after.embedding,
-            context=after.context,
-            size=after.size,
-            rotary=after.rotary,
-            recorded=recorded,
-        )
+        return GraphedActivations(**{name: getattr(after, name) for name in _KEPT}, recorded=recorded)
 
     def finish(self, activations: Activations) -> Tensor:
         if isinstance(activations, GraphedActivations) and activations.recorded is not None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from bottega import rules
+from bottega.adapter_rules import NO_CONTROLNETS
 from bottega.addons.interface.gateway_addon import AddOn, RequiredModel, Resolution
 from bottega.addons.interface.views import Access
 from bottega.codec import ImageSize, MaskOrder
@@ -170,6 +171,9 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
     yield from rules.check_true_cfg(
         spec.true_cfg_scale, taken=model.takes_true_cfg, has_negative=spec.HasField("negative_prompt")
     )
+    if not model.guidance_from_zero:
+        truncation = spec.cfg_truncation if spec.HasField("cfg_truncation") else 1.0
+        yield from rules.refuse_cfg_bounds(spec.cfg_normalization, truncation)
     for name in ("prompt_2", "negative_prompt_2"):
         if model.one_text_encoder and getattr(spec, name):
             yield _violation(name, "must be empty: this model has one text encoder")
@@ -185,7 +189,7 @@ def check_model(spec: GenerationSpec, model: image_pb2.Model, addons: Sequence[A
     yield from check_sampler_schedule(spec, sampler, karras, strength if kept else None)
     yield from _check_choice(spec, model, steps)
     if spec.controlnets and model.strength_keeps_steps and spec.HasField("image") and not spec.HasField("mask_image"):
-        yield _violation("controlnets", rules.NO_CONTROLNETS)
+        yield _violation("controlnets", NO_CONTROLNETS)
     skipping = None if kept else strength
     if skipping is not None:
         yield from rules.check_steps_left(steps, skipping, flows=rules.is_flow_matching(sampler))

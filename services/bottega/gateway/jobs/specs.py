@@ -50,6 +50,8 @@ def steps_to_run(spec: GenerationSpec, *, keeps_steps: bool = False) -> int:
 def rows(spec: GenerationSpec) -> int:
     """Return the number of batch rows that a complete spec adds to a forward pass. A guided image has two."""
     scale = spec.true_cfg_scale if spec.HasField("true_cfg_scale") else spec.guidance_scale
+    if spec.HasField("cfg_truncation"):
+        scale += 1.0  # The scale of what guidance adds.
     return spec.num_images * rows_per_image(scale)
 
 
@@ -211,6 +213,7 @@ _MASKED_STRENGTH = 0.9999
 _MASK_FEATHER = 8
 _QUALITY = 90
 _NO_TRUE_CFG = 1.0
+_NO_TRUNCATION = 1.0
 
 
 def complete(
@@ -335,6 +338,11 @@ def _complete_denoising(full: GenerationSpec, spec: GenerationSpec, model: image
     full.ClearField("true_cfg_scale")
     if model.embeds_guidance:
         full.true_cfg_scale = spec.true_cfg_scale if spec.HasField("true_cfg_scale") else _NO_TRUE_CFG
+    for name in ("cfg_normalization", "cfg_truncation"):
+        full.ClearField(name)
+    if model.guidance_from_zero:
+        full.cfg_normalization = spec.cfg_normalization
+        full.cfg_truncation = spec.cfg_truncation if spec.HasField("cfg_truncation") else _NO_TRUNCATION
     strength = strength_of(spec, model)
     if strength is not None:
         full.strength = strength

@@ -29,7 +29,14 @@ const ELSEWHERE = new Set([
 const OF_EDITS = ["size", "padding_mask_crop", "keep_unmasked", "mask_feather"];
 const NOT_OF_EDITS = ["keep_for_editing", "cache_entry"];
 // Parameters of how a picture was drawn that an edit of the picture does not share.
-const OF_THE_DRAWING = ["guidance_rescale", "true_cfg_scale", "timesteps", "sigmas"];
+const OF_THE_DRAWING = [
+  "guidance_rescale",
+  "true_cfg_scale",
+  "cfg_normalization",
+  "cfg_truncation",
+  "timesteps",
+  "sigmas",
+];
 const TECHNIQUES = [
   "bounded_lora_loading",
   "stale_residuals",
@@ -53,6 +60,8 @@ export function keptOf(parameters, provenance) {
   if (!parameters.keep_for_editing) delete kept.keep_for_editing;
   if (!parameters.guidance_rescale) delete kept.guidance_rescale;
   if (!(parameters.true_cfg_scale > 1)) delete kept.true_cfg_scale;
+  if (!parameters.cfg_normalization) delete kept.cfg_normalization;
+  if (!(parameters.cfg_truncation < 1)) delete kept.cfg_truncation;
   if (parameters.prompt_syntax === "plain") delete kept.prompt_syntax;
   // The form's field cannot tell an empty text from none, which some models draw differently.
   if (parameters.negative_prompt === "") kept.negative_prompt = "";

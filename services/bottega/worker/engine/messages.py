@@ -142,6 +142,7 @@ def model_message(model: Model, *, max_pixels: int) -> image_pb2.Model:
         embeds_guidance=model.embeds_guidance,
         takes_true_cfg=model.family.takes_true_cfg,
         max_sequence_length=model.family.max_sequence_length,
+        guidance_from_zero=model.family.guidance_from_zero,
         vae_scale_factor=model.latent_scale,
         base=base_layout(model.backbone.network.config, model.latent_scale).base,
     )

@@ -38,6 +38,8 @@ _OPTIONAL = frozenset(
         "guidance_scale",
         "guidance_rescale",
         "true_cfg_scale",
+        "cfg_normalization",
+        "cfg_truncation",
         "seed",
         "num_images",
         "strength",

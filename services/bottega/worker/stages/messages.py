@@ -273,7 +273,7 @@ def read_decode(layout: Layout, parts: Sequence[Part], model: Model) -> DecodeRe
     """Parse a request to decode, of which the latent is copied to the host."""
     header, tensors = _read(_DECODE, StageMessageKind.DECODE, layout, parts)
     latent = tensors.get("latent")
-    if latent is None or latent.dtype != model.dtype or latent.dim() != 4:
+    if latent is None or latent.dtype != model.latent_dtype or latent.dim() != 4:
         raise ValueError("a request to decode must have a latent of four dimensions in the model's element type")
     count, channels, height, width = latent.shape
     if (count, channels) != (1, model.latent_channels) or height < 1 or width < 1:

@@ -210,7 +210,7 @@ def test_shapes_are_recorded_by_themselves(plain: UNetBackbone, capture: Replaye
 
 
 def key(number: int) -> Key:
-    return (number, 4, 8, 8), (number, 7, 24), torch.float32, False
+    return (number, 4, 8, 8), (number, 7, 24), (), torch.float32, False
 
 
 def made(size_bytes: int) -> RecordedForward:

@@ -93,11 +93,22 @@ def test_true_cfg_is_for_models_that_take_it_and_needs_a_negative_prompt() -> No
     assert violation.description.startswith("must be 0 with this model, which reads no")
 
 
+def test_bounds_of_guidance_are_for_models_that_take_them() -> None:
+    asked, off = GenerationSpec(cfg_normalization=1.0, cfg_truncation=0.5), GenerationSpec(cfg_truncation=1.0)
+    assert _fields(asked) == ["cfg_normalization", "cfg_truncation"]
+    assert _fields(off) == _fields(GenerationSpec(cfg_normalization=0.0)) == []
+    assert _fields(GenerationSpec(cfg_truncation=0.0)) == ["cfg_truncation"]
+    model = image_pb2.Model()
+    model.CopyFrom(MODEL)
+    model.guidance_from_zero = True
+    assert _fields(asked, model) == []
+
+
 def test_tokens_of_t5_are_bounded_by_the_model() -> None:
     model = image_pb2.Model()
     model.CopyFrom(MODEL)
     (violation,) = validation.check_model(GenerationSpec(max_sequence_length=8), model, ADDONS)
-    rule = "must be absent: this model has no T5, which reads it"
+    rule = "must be absent: this model has neither T5 nor Qwen3"
     assert violation == Violation(field="spec.max_sequence_length", description=rule)
     model.max_sequence_length = 256
     assert _fields(GenerationSpec(max_sequence_length=256), model) == []

@@ -98,6 +98,20 @@ def test_an_embedded_guidance_puts_one_row_into_a_turn_unless_true_cfg_is_on() -
     assert (specs.rows(without), without.HasField("true_cfg_scale")) == (2, False)
 
 
+def test_guidance_that_is_counted_from_0_puts_two_rows_into_a_turn_below_1() -> None:
+    model = image_pb2.Model()
+    model.CopyFrom(MODEL)
+    model.guidance_from_zero = True
+    for scale, rows in ((0.0, 1), (0.5, 2)):
+        full = specs.complete(GenerationSpec(guidance_scale=scale), model)
+        assert (specs.rows(full), full.cfg_normalization, full.cfg_truncation) == (rows, 0.0, 1.0)
+    full = specs.complete(GenerationSpec(cfg_normalization=1.5, cfg_truncation=0.0), model)
+    assert (full.cfg_normalization, full.cfg_truncation) == (1.5, 0.0)
+    without = specs.complete(GenerationSpec(cfg_truncation=1.0, cfg_normalization=0.0), MODEL)
+    assert not without.HasField("cfg_truncation")
+    assert not without.HasField("cfg_normalization")
+
+
 def test_a_latent_is_smaller_by_the_models_factor() -> None:
     spec = GenerationSpec(width=64, height=48)
     assert specs.latent_shape(spec, image_pb2.Model(size_multiple=8, vae_scale_factor=4)) == (12, 16)

@@ -152,6 +152,10 @@ def start_key(spec: ResolvedSpec, *, model_hash: str, dtype: str, tenant: str) -
     }
     if spec.true_cfg_scale > 1.0:
         facts["true_cfg_scale"] = float(spec.true_cfg_scale)
+    if spec.cfg_normalization > 0.0:
+        facts["cfg_normalization"] = float(spec.cfg_normalization)
+    if spec.cfg_truncation < 1.0:
+        facts["cfg_truncation"] = float(spec.cfg_truncation)
     if spec.embeddings:  # Keys of other requests stay as they are on the disk.
         facts["embeddings"] = [embedding.digest for embedding in spec.embeddings]
     if spec.max_sequence_length is not None:

@@ -186,6 +186,8 @@ def parameters_of(spec: ResolvedSpec, *, model_name: str) -> generation_pb2.Gene
         guidance_scale=spec.guidance_scale,
         guidance_rescale=spec.guidance_rescale,
         true_cfg_scale=spec.true_cfg_scale if spec.true_cfg_scale > 1.0 else None,
+        cfg_normalization=spec.cfg_normalization or None,
+        cfg_truncation=spec.cfg_truncation if spec.cfg_truncation < 1.0 else None,
         width=spec.width,
         height=spec.height,
         seed=spec.seed,

@@ -30,6 +30,8 @@ OTHERS: dict[type, dict[str, list[Any]]] = {
         "guidance_scale": [math.nextafter(SPEC.guidance_scale, math.inf)],
         "guidance_rescale": [math.nextafter(SPEC.guidance_rescale, math.inf)],
         "true_cfg_scale": [math.nextafter(1.0, math.inf)],
+        "cfg_normalization": [math.nextafter(0.0, math.inf)],
+        "cfg_truncation": [math.nextafter(1.0, 0.0)],
         "width": [SPEC.width + 8],
         "height": [SPEC.height + 8],
         "sampler": [kind for kind in SamplerKind if kind is not SPEC.sampler],

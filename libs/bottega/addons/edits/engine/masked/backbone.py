@@ -23,6 +23,8 @@ from bottega.addons.edits.engine.masked.transformer import MaskedTransformer, Pr
 from bottega.device.memory_plan import MemoryPlan
 from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
 from bottega.model.backbones import make_backbone
+from bottega.model.backbones.flux import FluxBackbone
+from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
 from bottega.model.backbones.unet import UNetBackbone
 from bottega.model.operations import Operations
 from bottega.model.rows import Row
@@ -166,7 +168,7 @@ def make_masked_backbone(
     if isinstance(network, UNet2DConditionModel):
         return MaskedBackbone(network, maps=maps, beat=beat, operations=operations, memory=memory)
     plain = make_backbone(network)
-    assert not isinstance(plain, UNetBackbone), "other networks are transformers"
+    assert isinstance(plain, Sd3Backbone | FluxBackbone), "`unsupported` refuses others"
     return MaskedJointBackbone(plain, beat=beat, operations=operations)
 
 
