@@ -116,7 +116,7 @@ _NOT_INPAINTING = frozenset(FAMILIES) - _INPAINTING
 _OF_BOTH = ("inpainting", "LCM")
 _UNET_KINDS = frozenset(_UNETS)
 _ONE_ROW = frozenset(family for family in FAMILIES if family.endswith(("LCM", "Fill")))
-# Without LoRAs, ControlNets and masked blocks.
+# Without masked blocks.
 _NEW = frozenset((*_FLUX, Z_IMAGE))
 WAYS: Mapping[str, frozenset[str]] = {
     "text to image": _NOT_INPAINTING,
@@ -125,7 +125,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "edit with masked blocks": (_NOT_INPAINTING | {"Flux Fill"}) - {Z_IMAGE},
     "mixed batch": frozenset(FAMILIES),
     "mixed sizes": FLOWS - {Z_IMAGE},
-    "LoRA": frozenset(FAMILIES) - {Z_IMAGE},
+    "LoRA": frozenset(FAMILIES),
     "two ControlNets on servers": frozenset(FAMILIES) - {"Flux Fill", Z_IMAGE},
     "resume on another worker": frozenset(FAMILIES),
     "pair of workers": frozenset(FAMILIES) - _ONE_ROW,

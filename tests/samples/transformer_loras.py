@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 from diffusers.loaders.lora_conversion_utils import _convert_kohya_flux_lora_to_diffusers
-from diffusers.loaders.single_file_utils import convert_sd3_transformer_checkpoint_to_diffusers
+from diffusers.loaders.single_file_utils import (
+    convert_sd3_transformer_checkpoint_to_diffusers,
+    convert_z_image_transformer_checkpoint_to_diffusers,
+)
 from torch import Tensor
 
 from bottega.addons.loras.wire.module_parts import TEXT_ENCODERS
@@ -57,7 +60,7 @@ class TransformerLora:
 
 
 def random_lora(folder: Path, *, seed: int, alpha: float = 1.0, text: bool = True, rank: int = 2) -> TransformerLora:
-    """Return a LoRA of every layer of a model's transformer, and of some of its text encoders."""
+    """Return a LoRA of every layer of a model's transformer, and of some of its text encoders but Qwen3."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(shape: tuple[int, ...]) -> Factors:
@@ -72,13 +75,37 @@ def random_lora(folder: Path, *, seed: int, alpha: float = 1.0, text: bool = Tru
         for path, shape in base_shapes(component, folder).items()
         if path.endswith(_TARGETS)
     }
+    text = text and "cap_feat_dim" not in config
     return TransformerLora(originals=originals, text=encoders if text else {}, rank=rank, alpha=alpha)
 
 
 def original_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights of a transformer, by their names in the authors' code."""
+    if "cap_feat_dim" in config:
+        return _z_image_shapes(config)
     width = config["num_attention_heads"] * config["attention_head_dim"]
     return _flux_shapes(config, width) if "num_single_layers" in config else _sd3_shapes(config, width)
+
+
+def _z_image_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    width, features = config["dim"], 4 * config["in_channels"]
+    hidden, time = int(width / 3 * 8), min(width, 256)
+    shapes: dict[str, tuple[int, ...]] = {
+        "x_embedder": (width, features),
+        "final_layer.linear": (features, width),
+        "final_layer.adaLN_modulation.1": (width, time),
+        "t_embedder.mlp.0": (1024, 256),
+        "t_embedder.mlp.2": (time, 1024),
+        "cap_embedder.1": (width, config["cap_feat_dim"]),
+    }
+    lengths = {"layers": config["n_layers"], **dict.fromkeys(("noise_refiner", "context_refiner"), 1)}
+    for block in (f"{name}.{number}" for name, length in lengths.items() for number in range(length)):
+        shapes |= {f"{block}.attention.qkv": (3 * width, width), f"{block}.attention.out": (width, width)}
+        shapes |= {f"{block}.feed_forward.{name}": (hidden, width) for name in ("w1", "w3")}
+        shapes[f"{block}.feed_forward.w2"] = (width, hidden)
+        if not block.startswith("context"):
+            shapes[f"{block}.adaLN_modulation.0"] = (4 * width, time)
+    return shapes
 
 
 def _sd3_shapes(config: Mapping[str, Any], width: int) -> dict[str, tuple[int, ...]]:
@@ -140,6 +167,9 @@ def as_diffusers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ups = {name: up for name, up in narrow(made).items() if name.endswith(".lora_B.weight")}
         return {name.removeprefix("transformer.").removesuffix(".lora_B.weight"): up for name, up in ups.items()}
     checkpoint = {f"{name}.weight": weight.clone() for name, weight in weights.items()}
+    if "cap_embedder.1" in weights:
+        made = convert_z_image_transformer_checkpoint_to_diffusers(checkpoint)
+        return {name.removesuffix(".weight"): weight for name, weight in made.items()}
     checkpoint |= {f"{name}.bias": torch.zeros(len(weight)) for name, weight in weights.items()}
     made = convert_sd3_transformer_checkpoint_to_diffusers(checkpoint | {"pos_embed": torch.zeros(1)})
     return {name.removesuffix(".weight"): weight for name, weight in made.items() if name.endswith(".weight")}
@@ -274,4 +304,4 @@ LAYOUTS: Mapping[str, Callable[[TransformerLora, Path], Path]] = {
 ONLY_FLUX = frozenset({"Black Forest Labs", "fal"})
 """Layouts that only trainers of Flux.1 write, and which have no text encoders."""
 READ_BY_STOCK = frozenset({"Diffusers", "first names of Diffusers"})
-"""Layouts that stock Diffusers reads for models of all widths."""
+"""Layouts that stock Diffusers reads for models of all widths; the second one not of Z-Image."""

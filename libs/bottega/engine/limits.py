@@ -105,9 +105,6 @@ def _not_of_family(spec: ResolvedSpec, model: Model) -> Iterator[Violation]:
     )
     if not model.family.guidance_from_zero:
         yield from rules.refuse_cfg_bounds(spec.cfg_normalization, spec.cfg_truncation)
-    if spec.loras and not model.family.takes_loras:
-        what = f"must be empty: LoRAs for {model.family.name} are not served yet"
-        yield Violation(field="spec.loras", description=what)
     if spec.embeddings and not model.family.takes_embeddings:
         names = ", ".join(embedding.name for embedding in spec.embeddings)
         what = f"must have no embedding ({names}): none are served with {model.family.name}; use a LoRA"

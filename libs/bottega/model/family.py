@@ -78,8 +78,6 @@ class ModelFamily:
     """Whether prompts are read as messages of a chat, each at its own length."""
     weighs_words: bool = True
     """Whether weighted prompts are served."""
-    takes_loras: bool = True
-    """Whether LoRAs are served."""
     takes_embeddings: bool = True
     """Whether textual inversion embeddings are served."""
     takes_controlnets: bool = True
@@ -338,7 +336,6 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             max_sequence_length=_MAX_T5_TOKENS,
             reads_chat=True,
             weighs_words=False,
-            takes_loras=False,
             takes_embeddings=False,
             takes_controlnets=False,
             states_from_end=0,

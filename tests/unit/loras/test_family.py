@@ -121,8 +121,25 @@ def test_a_card_counts_for_a_single_file_only_if_it_names_it() -> None:
                 "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight"
             ),
         ),
+        (
+            _lora("diffusion_model.layers.0.attention.qkv", 3840),
+            {},
+            (
+                f"the LoRA is for Z-Image, and the base model is SDXL: {_UNMATCHED} "
+                "diffusion_model.layers.0.attention.qkv.lora_down.weight, "
+                "diffusion_model.layers.0.attention.qkv.lora_up.weight"
+            ),
+        ),
+        (
+            _lora("lora_unet_somewhere", 7),
+            {"base_model": "Tongyi-MAI/Z-Image-Turbo"},
+            (
+                "the LoRA is for Z-Image, and the base model is SDXL: "
+                f"{_UNMATCHED} lora_unet_somewhere.lora_down.weight, lora_unet_somewhere.lora_up.weight"
+            ),
+        ),
     ],
-    ids=["shapes", "shapes over metadata", "model card", "names"],
+    ids=["shapes", "shapes over metadata", "model card", "names", "other names", "model card of a transformer"],
 )
 def test_a_lora_of_another_family_is_refused_with_both_names(
     tmp_path: Path, tensors: dict[str, Tensor], metadata: dict[str, str], says: str

@@ -6,10 +6,11 @@ import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import FluxPipeline
+from diffusers import FluxPipeline, ZImagePipeline
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
@@ -24,7 +25,7 @@ from bottega.loras.importing.naming import base_family
 from bottega.loras.importing.process import _answer
 from bottega.miniature import WEIGHTS
 from bottega.v1.lora_import_pb2 import LoraImportCall, LoraImportSource
-from tests.samples.family_models import family_model
+from tests.samples.family_models import Z_IMAGE, family_model
 from tests.samples.lora_files import base_shapes, canonical_layers, delta, low_rank, save
 from tests.samples.transformer_loras import (
     LAYOUTS,
@@ -79,14 +80,14 @@ def _assert_same(made: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
 
 _FILES = [
     (family, layout)
-    for family in ("SD 3.5", "Flux dev", "Flux schnell", "Flux Fill")
+    for family in ("SD 3.5", "Flux dev", "Flux schnell", "Flux Fill", Z_IMAGE)
     for layout in LAYOUTS
     if family.startswith("Flux") or layout not in ONLY_FLUX
 ]
 
 
 @pytest.mark.parametrize(
-    ("family", "layout"), in_every_run(_FILES, [file for file in _FILES if file[0] in {"SD 3.5", "Flux dev"}])
+    ("family", "layout"), in_every_run(_FILES, [file for file in _FILES if file[0] in {"SD 3.5", "Flux dev", Z_IMAGE}])
 )
 def test_every_layout_adds_what_its_definition_says(tmp_path: Path, family: str, layout: str) -> None:
     """What the authors' names mean, Diffusers' own converters say, which take them apart and swap."""
@@ -106,15 +107,32 @@ def test_halves_of_the_texts_last_normalisation_are_swapped(base: Base, tmp_path
     assert torch.allclose(swapped[:_WIDTH], delta(down, up, lora.scale)[_WIDTH:])
 
 
-def _read_by_stock(path: Path) -> dict[str, Tensor]:
-    """Return what stock Diffusers' loader of Flux makes of a file of the transformer alone."""
-    read = FluxPipeline.lora_state_dict(wide(load_file(path)))
-    tensors = narrow(read)
+def _read_by_stock(path: Path, pipeline: Any = FluxPipeline) -> dict[str, Tensor]:
+    """Return what stock Diffusers' loader makes of a file of the transformer alone."""
+    tensors = load_file(path)
+    if pipeline is FluxPipeline:
+        tensors = narrow(pipeline.lora_state_dict(wide(tensors)))
+    else:
+        tensors = pipeline.lora_state_dict(tensors)
     ups = {name: up for name, up in tensors.items() if name.endswith(".lora_B.weight")}
     return {
         name.removesuffix(".lora_B.weight"): delta(tensors[name.replace("lora_B", "lora_A")], up, 1.0)
         for name, up in ups.items()
     }
+
+
+def test_stock_reads_files_of_z_image_in_the_same_way(tmp_path: Path) -> None:
+    """Where it leaves layers out, provenances say so."""
+    folder = family_model(Z_IMAGE)
+    path = LAYOUTS["kohya"](random_lora(folder, seed=1), tmp_path)
+    layers = _layers(read_base(folder), path, family=Z_IMAGE)
+    ours, theirs = _deltas(layers), _read_by_stock(path, ZImagePipeline)
+    left_out = ours.keys() - theirs.keys()
+    both = ours.keys() & theirs.keys()
+    _assert_same({name: ours[name] for name in both}, {name: theirs[name] for name in both})
+    said = set(left_out_by_stock(ZImagePipeline, TRANSFORMER, layers[TRANSFORMER]))
+    assert {".".join(name.split(".")[:2]) for name in left_out} == said
+    assert not has_mixed_alphas(ZImagePipeline, layers[TRANSFORMER])
 
 
 @pytest.mark.parametrize("layout", ["kohya", "ComfyUI", "kohya, queries apart", "OneTrainer", "XLabs"])
@@ -169,6 +187,7 @@ def _xlabs_file(folder: Path) -> Path:
     return save(tensors, folder / "xlabs.safetensors")
 
 
+@pytest.mark.slow
 def test_stock_reads_files_of_fals_trainer_in_the_same_way(tmp_path: Path) -> None:
     """Diffusers' converter wants all blocks of the published model."""
     folder = tmp_path / "flux"

@@ -21,7 +21,7 @@ from bottega.engine.encode import encode_prompts, sample_conditions
 from bottega.engine.limits import EngineLimits, check_drawable, check_fixed_rows
 from bottega.engine.prompt_chunks import chat_chunk
 from bottega.engine.request import Request
-from bottega.engine.spec import ControlSpec, LoraSpec, ResolvedSpec
+from bottega.engine.spec import ControlSpec, EmbeddingSpec, ResolvedSpec
 from bottega.errors import InvalidRequest
 from bottega.model.backbone import Backbone, Inputs
 from bottega.model.backbones.z_image import ZImageBackbone
@@ -39,7 +39,7 @@ from tests.unit.model.test_stable_diffusion_3 import change, copied
 
 FLOW = SamplerKind.FLOW_MATCH_EULER
 SPEC = ResolvedSpec(prompt="a star", num_inference_steps=2, width=SIZE, height=SIZE, sampler=FLOW)
-LORA, CONTROL = LoraSpec(name="x", digest="d"), ControlSpec(name="x", image_digest="")
+EMBEDDING, CONTROL = EmbeddingSpec(name="x", digest="d", token="<x>"), ControlSpec(name="x", image_digest="")
 TEMPLATE = "tokenizer/chat_template.jinja"
 
 
@@ -274,7 +274,7 @@ def test_fixed_rows_are_refused(model: Model) -> None:
         ({"clip_skip": 1}, "must be 0 with this model, which reads no text encoder's states between layers"),
         ({"max_sequence_length": 513}, "must be 1 to 512 with this model"),
         ({"true_cfg_scale": 2.0, "negative_prompt": "x"}, "only models of Flux.1 take it"),
-        ({"loras": (LORA,)}, "LoRAs for Z-Image are not served yet"),
+        ({"embeddings": (EMBEDDING,)}, "must have no embedding (x): none are served with Z-Image; use a LoRA"),
         ({"controlnets": (CONTROL,)}, "this kind of model (Z-Image) is served without ControlNets"),
         ({"sampler": SamplerKind.DDIM}, "it is for models that predict noise"),
     ],

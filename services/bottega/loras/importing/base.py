@@ -11,10 +11,11 @@ from types import MappingProxyType
 from bottega.addons.loras.wire.canonical import spellings
 from bottega.addons.loras.wire.module_parts import COMPONENTS, TEXT_ENCODERS
 from bottega.errors import BadLora, ConfigError
-from bottega.loras.importing.original_names import flux_names, sd3_names, sgm_names
-from bottega.model_files.family_names import FLUX, SD3, TRANSFORMER, UNET, class_of
+from bottega.loras.importing.original_names import flux_names, sd3_names, sgm_names, z_image_names
+from bottega.model_files.family_names import FLUX, SD3, TRANSFORMER, UNET, Z_IMAGE, class_of
 from bottega.model_files.field_rules import with_defaults
 from bottega.model_files.transformer_rules import FLUX_RULES, SD3_RULES
+from bottega.model_files.z_image_rules import Z_IMAGE_RULES
 from bottega.safetensors_header import Header, read_header
 
 # Reads the latent, and behind it whatever else a model of Flux.1 reads: a mask and an image, or a control image.
@@ -23,7 +24,7 @@ _WEIGHT, _BIAS = ".weight", ".bias"
 # Not supported: embedding tables are looked up by row instead of multiplied, so a LoRA cannot be added.
 _TABLES = ("token_embedding", "position_embedding", "shared", "embed_tokens", "relative_attention_bias")
 _TOKENS = "token_embedding.weight"
-_SD3, _FLUX = class_of(TRANSFORMER, SD3), class_of(TRANSFORMER, FLUX)
+_SD3, _FLUX, _Z_IMAGE = (class_of(TRANSFORMER, family) for family in (SD3, FLUX, Z_IMAGE))
 # How the paths of T5's layers begin, of which CLIP has none.
 _T5_BLOCKS = "encoder.block."
 
@@ -147,6 +148,11 @@ def read_base(folder: Path) -> Base:
             filled = with_defaults(FLUX_RULES, config)
             originals, widths = flux_names(int(filled["num_layers"]), int(filled["num_single_layers"])), {}
             modules = [replace(module, extends_latent=module.path == _FLUX_INPUTS) for module in modules]
+        elif config.get("_class_name") == _Z_IMAGE:
+            filled = with_defaults(Z_IMAGE_RULES, config)
+            originals, widths = z_image_names(int(filled["n_layers"]), int(filled["n_refiner_layers"])), {}
+            # As in Diffusers, LoRAs change the transformer alone.
+            modules = [module for module in modules if module.component == TRANSFORMER]
         return Base(modules, denoiser=denoiser, originals=originals, swapped=swapped, token_widths=widths)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, BadLora) as error:
         raise ConfigError(f"base model {folder} cannot be used: {error}") from None

@@ -40,6 +40,7 @@ from bottega.model_files.family_names import (
     SDXL,
     TITLES,
     TRANSFORMER,
+    Z_IMAGE,
 )
 from bottega.model_files.json_files import read_json_object
 from bottega.plain_text import excerpt
@@ -287,6 +288,10 @@ FAMILY_OF_WIDTH = {768: TITLES[SD15], 1024: TITLES[SD21], 2048: TITLES[SDXL]}
 _BLOCKS = (
     (re.compile(r"single_transformer_blocks|(^|[._])(double|single)_blocks[._]"), TITLES[FLUX]),
     (re.compile(r"joint_(transformer_)?blocks"), TITLES[SD3]),
+    (
+        re.compile(r"(^|[._])(layers|noise_refiner|context_refiner)[._]\d+[._](attention|feed_forward|adaLN_mod)"),
+        TITLES[Z_IMAGE],
+    ),
 )
 _CROSS_ATTENTION = re.compile(r"attn2[._]to_[kv]$")
 # Joint attention of Stable Diffusion 3, and of wider transformers whose other blocks tell which family they are of.
@@ -299,6 +304,7 @@ _KEYS = ("ss_base_model_version", "modelspec.architecture", "base_model", "ss_sd
 _CALLED = (
     (re.compile(r"sdxl|stablediffusionxl|ssd1b|segmindvega"), TITLES[SDXL]),
     (re.compile(r"flux"), TITLES[FLUX]),
+    (re.compile(r"zimage"), TITLES[Z_IMAGE]),
     (re.compile(r"sd3|stablediffusion(v)?3"), TITLES[SD3]),
     (re.compile(r"sd(v)?2|stablediffusion(v)?2"), TITLES[SD21]),
     (re.compile(r"sd(v)?1|stablediffusion(v)?1"), TITLES[SD15]),

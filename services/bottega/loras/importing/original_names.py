@@ -107,6 +107,18 @@ _FLUX_SINGLE = {
 }
 
 
+# Modules of Z-Image's transformer that Diffusers names in another way than its authors.
+_Z_IMAGE_OUTSIDE = {
+    "x_embedder": "all_x_embedder.2-1",
+    "final_layer.linear": "all_final_layer.2-1.linear",
+    "final_layer.adaLN_modulation.1": "all_final_layer.2-1.adaLN_modulation.1",
+}
+_Z_IMAGE_BLOCK = {
+    "attention.qkv": tuple(f"attention.to_{name}" for name in "qkv"),
+    "attention.out": ("attention.to_out.0",),
+}
+
+
 def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:
     """Return the modules' paths in Diffusers, by their names in Stability's code with underscores in place of dots.
 
@@ -147,6 +159,20 @@ def flux_names(joint: int, single: int) -> dict[str, Sequence[str]]:
         ("double_blocks", "transformer_blocks", joint, _FLUX_JOINT),
         ("single_blocks", "single_transformer_blocks", single, _FLUX_SINGLE),
     )
+
+
+def z_image_names(blocks: int, refiners: int) -> dict[str, Sequence[str]]:
+    """Return paths in Diffusers' transformer of Z-Image, by their names in its authors' code, where they differ.
+
+    Some of the modules may not exist.
+
+    Args:
+        blocks: Number of blocks that compute all tokens.
+        refiners: Number of those for pictures, and of those for prompts.
+    """
+    lengths = {"layers": blocks, "noise_refiner": refiners, "context_refiner": refiners}
+    lists = ((name, name, length, _Z_IMAGE_BLOCK) for name, length in lengths.items())
+    return _block_names(_Z_IMAGE_OUTSIDE, *lists)
 
 
 def _block_names(

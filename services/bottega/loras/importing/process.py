@@ -18,7 +18,6 @@ from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import ConvertedLora, convert, sources
 from bottega.loras.importing.embedding import convert_embedding
 from bottega.loras.importing.naming import base_family
-from bottega.model_files.family_names import TITLES, Z_IMAGE
 from bottega.process.child import FramedPipe
 from bottega.storage.folders import open_below
 from bottega.v1.lora_import_pb2 import LoraImportAnswer, LoraImportCall
@@ -48,8 +47,6 @@ def _answer(call: LoraImportCall) -> LoraImportAnswer:
         ]
         folder = Path(call.base)
         family = base_family(folder)
-        if family == TITLES[Z_IMAGE]:
-            raise BadLora(f"LoRAs and embeddings for {family} are not served yet")
         base = read_base(folder)
         token = call.trigger_words[0] if call.trigger_words else ""
         converted = convert_embedding(files, base=base, folder=folder, family=family, token=token, name=call.name)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from diffusers.loaders import FluxLoraLoaderMixin
+from diffusers.loaders import FluxLoraLoaderMixin, ZImageLoraLoaderMixin
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -32,9 +32,13 @@ from bottega.engine.spans import StoreWork
 from bottega.model.rows import Difference
 from bottega.v1.fleet_pb2 import ServiceAddress
 
-# Modules outside of blocks that stock Diffusers' loader ignores in kohya's files.
-_UNET_OUTSIDE = ("add_embedding",)
-_FLUX_OUTSIDE = ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out")
+# Loaders of stock Diffusers that keep each alpha of kohya's files, with the modules outside of blocks that they ignore.
+_OWN_ALPHAS = {
+    FluxLoraLoaderMixin: ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out"),
+    ZImageLoraLoaderMixin: ("all_x_embedder", "all_final_layer"),
+}
+# The same of the others.
+_OTHERS_IGNORE = ("add_embedding",)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
 """Normalisation layers, whose output is linear in their weight and bias."""
 
@@ -82,13 +86,13 @@ def make_layer(parts: Mapping[str, Tensor], scale: float) -> LoraLayer | WholeLa
 def has_mixed_alphas(pipeline: Any, layers: Layers) -> bool:
     """Return whether modules of a component have different alphas, and stock Diffusers uses one for all.
 
-    For kohya's files, it uses the most frequent alpha (scale times rank), except with Flux.1.
+    For kohya's files, it uses the most frequent alpha (scale times rank), except with Flux.1 and Z-Image.
 
     Args:
         pipeline: The pipeline of the model's family.
         layers: The component's layers.
     """
-    if issubclass(pipeline, FluxLoraLoaderMixin):
+    if issubclass(pipeline, tuple(_OWN_ALPHAS)):
         return False
     alphas = [layer.scale * layer.down.shape[0] for layer in layers.values() if isinstance(layer, LoraLayer)]
     # The tolerance is needed because scales are stored in single precision.
@@ -103,8 +107,8 @@ def is_only_low_rank(layers: Layers) -> bool:
 def left_out_by_stock(pipeline: Any, component: str, layers: Layers) -> Iterator[str]:
     """Yield the names of modules of a component that stock Diffusers' loader ignores in kohya's files.
 
-    Diffusers 0.42 ignores tensors named lora_unet_add_embedding_..., Flux.1's layers outside of blocks, a text
-    encoder's attention without an out_proj, and in all files T5.
+    Diffusers 0.42 ignores tensors named lora_unet_add_embedding_..., Flux.1's layers outside of blocks, Z-Image's first
+    and last layer, a text encoder's attention without an out_proj, and in all files T5.
 
     Args:
         pipeline: The pipeline of the model's family.
@@ -114,7 +118,7 @@ def left_out_by_stock(pipeline: Any, component: str, layers: Layers) -> Iterator
     if layers and component not in pipeline._lora_loadable_modules:
         yield component
     if component in DENOISERS:
-        outside = _FLUX_OUTSIDE if issubclass(pipeline, FluxLoraLoaderMixin) else _UNET_OUTSIDE
+        outside = next((names for loader, names in _OWN_ALPHAS.items() if issubclass(pipeline, loader)), _OTHERS_IGNORE)
         changed = {path.partition(".")[0] for path in layers}
         yield from (f"{component}.{name}" for name in outside if name in changed)
         return

@@ -90,7 +90,7 @@ TOKEN_RULE = (
     f"{' '.join(sorted(_NOT_IN_TOKENS))}"
 )
 """Rule of `is_token`, for messages."""
-_PATH = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*")
+_PATH = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 # Sections begin at whole cache lines.
 _HEADER_ALIGNMENT = 64
 # CLIP's text towers have their encoder in this module or at their root, depending on class and transformers version.
