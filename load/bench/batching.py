@@ -27,7 +27,7 @@ from bottega.client import AsyncClient
 from bottega.client.types.models import EMBEDDED_MODEL, ServedModel
 from bottega.client.types.options import SAMPLERS
 from bottega.errors import InternalError
-from bottega.model_files.folder_check import folder_of, name_of
+from bottega.model_files.folder_check import folder_of
 from bottega.process.child import ChildProcess
 from bottega.process.engine_supervisor import engine_environment
 from bottega.v1.engine_pb2 import EngineCommand, EngineEvent, EngineStart
@@ -218,8 +218,7 @@ async def _measure(reference: Side, address: str, options: argparse.Namespace, s
             for name, took_s in (await sides.open(plan)).items():
                 seconds[name] += took_s
     rate, p50 = medians(rates), medians(seconds)
-    if options.model != EMBEDDED_MODEL:
-        sheet.bench += f"-{name_of(options.model).removeprefix(f'{EMBEDDED_MODEL}-')}"
+    sheet.name_model(options.model)
     p95 = {name: percentile(took_s, 0.95) for name, took_s in seconds.items()}
     sheet.row("Diffusers, one at a time", f"{rate['plain']:.2f} images/s")
     sheet.row("the bare engine, 8 at once", f"{rate['engine']:.2f} images/s")

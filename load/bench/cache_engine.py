@@ -1,4 +1,4 @@
-"""An engine and an approximate cache in this process: pictures of the embedded model that start from real entries.
+"""An engine and an approximate cache in this process: pictures of an embedded model that start from real entries.
 
 All is as in the suite except for the link between them: the engine asks the store by a call, and has the answer before
 its first step.
@@ -24,6 +24,7 @@ from bottega.addons.cache.engine.addon import EngineCachedStarts
 from bottega.addons.cache.engine.recorder import latents_in_order
 from bottega.addons.loras.engine.addon import EngineLoras
 from bottega.addons.loras.wire import canonical
+from bottega.addons.loras.wire.module_parts import DENOISERS
 from bottega.cache.latent import RecordedLatent
 from bottega.cache.store.settings import StoreSettings
 from bottega.cache.store.store import LatentStore
@@ -36,13 +37,13 @@ from bottega.engine.spec import LoraSpec, ResolvedSpec
 from bottega.loras.importing.base import read_base
 from bottega.loras.importing.converting import convert, sources
 from bottega.miniature import WEIGHTS
-from bottega.model.loading import load_model
+from bottega.model.model import Model
 from bottega.v1.cache_pb2 import CacheOrder, CacheRecording, CacheStarts
 from bottega.v1.fleet_pb2 import ServiceAddress
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, CacheUse, Fidelity, GenerationSpec
+from load.bench.engine_runs import load_bench_model
 from load.bench.local_loras import LocalLoras
 
-GUIDANCE_SCALE = 4.0
 STEPS = 30
 SIDE = 64
 # Jobs that the engine holds: enough for full groups.
@@ -52,7 +53,6 @@ _BATCH = 100
 _FLUSH_S = 60.0
 _LORA_TIMEOUT_S = 60.0
 _TORCH = {number: dtype for dtype, number in DTYPES.items()}
-_LORAS = WEIGHTS / "loras"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,18 +205,27 @@ class CachedEngine:
     """Draws pictures, many at once.
 
     Args:
+        model: It draws them.
         store: Pictures start from its entries.
+        loras: LoRAs' files by digest.
         digests: Of LoRAs, by name.
         kept: Where pictures are kept, and taken from if they were drawn before.
     """
 
     def __init__(
-        self, store: LatentStore, loras: LocalLoras, digests: Mapping[str, str], kept: PictureFolder | None = None
+        self,
+        model: Model,
+        store: LatentStore,
+        loras: LocalLoras,
+        digests: Mapping[str, str],
+        kept: PictureFolder | None = None,
     ) -> None:
         self.store = store
+        self.loras = tuple(digests)
+        """Names of LoRAs that leave the text encoders alone: others are served by their own entries only."""
         self._kept = kept
         self._digests = digests
-        model = load_model(WEIGHTS, name="miniature", device=torch.device("cpu"), dtype=torch.float32)
+        self._defaults = model.defaults
         self.model_hash = model.digest
         limits = EngineLimits(progress_interval_s=0.0)
         addons = (
@@ -280,39 +289,48 @@ class CachedEngine:
         spec = ResolvedSpec(
             prompt=ask.prompt,
             num_inference_steps=ask.steps,
-            guidance_scale=GUIDANCE_SCALE,
+            guidance_scale=self._defaults.guidance_scale,
             width=SIDE,
             height=SIDE,
             seed=ask.seed,
             num_images=ask.num_images,
+            sampler=self._defaults.sampler,
             loras=tuple(LoraSpec(name=name, digest=self._digests[name], bound=ask.lora_bound) for name in ask.loras),
         )
         return EngineOrder(key=number, spec=spec, addons={kinds.CACHE: order.SerializeToString()})
 
 
 @contextmanager
-def cached_engine(folder: Path, settings: StoreSettings, kept: PictureFolder | None = None) -> Iterator[CachedEngine]:
-    """Run an engine, with the embedded model's own LoRAs, and a store.
+def cached_engine(
+    folder: Path, settings: StoreSettings, kept: PictureFolder | None = None, *, model: Path = WEIGHTS
+) -> Iterator[CachedEngine]:
+    """Run an engine, with those of a model's own LoRAs that leave the text encoders alone, and a store.
 
     Args:
         folder: For canonical LoRAs.
         kept: See `CachedEngine`.
+        model: Folder of an embedded model.
     """
-    files = {path.name: _canonical(path, folder / f"{path.name}.lora") for path in sorted(_LORAS.iterdir())}
+    converted = {path.name: _canonical(model, path, folder) for path in sorted((model / "loras").glob("*"))}
+    files = {name: file for name, file in converted.items() if file is not None}
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
     store = LatentStore(settings)
     store.start()
     try:
         with LocalLoras({digests[name]: path for name, path in files.items()}) as loras:
-            yield CachedEngine(store, loras, digests, kept)
+            yield CachedEngine(load_bench_model(model), store, loras, digests, kept)
     finally:
         store.close()
 
 
-def _canonical(path: Path, target: Path) -> Path:
-    """Write a LoRA of the embedded model as the engine takes it."""
+def _canonical(model: Path, path: Path, folder: Path) -> Path | None:
+    """Write a model's LoRA as the engine takes it; return None if it changes text encoders."""
+    modules = convert(sources(path), base=read_base(model)).modules
+    if not {module.component for module in modules}.issubset(DENOISERS):
+        return None
+    target = folder / f"{path.name}.lora"
     with target.open("wb") as file:
-        canonical.write(file, convert(sources(path), base=read_base(WEIGHTS)).modules)
+        canonical.write(file, modules)
     return target
 
 

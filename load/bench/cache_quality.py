@@ -1,6 +1,6 @@
 """What do pictures lose that start from latents of similar prompts?
 
-The embedded model, with and without cache, in this process, with the engine, the store, its selector and the profile
+An embedded model, with and without cache, in this process, with the engine, the store, its selector and the profile
 that the suite has. Prompts are refined as people do; those that find a latent are drawn in every way that is compared:
 from it, from noise, from noise with as few steps as it took, with another seed, and not at all (the nearest prompt's
 picture instead).
@@ -23,18 +23,18 @@ import torch
 from bottega.addons.cache.client.samples import PromptPair, miniature_pairs
 from bottega.addons.cache.starts import parse_start
 from bottega.cache.store.settings import StoreSettings
-from bottega.miniature import WEIGHTS
+from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.miniature.scenes import Scene, read_caption
+from bottega.model_files.folder_check import folder_of
 from bottega.quality import oracle
 from bottega.quality.clip import Clip, clip_scores
 from bottega.v1.generation_pb2 import FIDELITY_BALANCED, FIDELITY_FAST, Fidelity
 from load.bench.cache_diversity import PROFILE, ROW, fill, measure_diversity, read_profile
 from load.bench.cache_engine import STEPS, Ask, CachedEngine, Drawn, PictureFolder, cached_engine
 from load.bench.framework import PROMPT, Bench, Option, Sheet
-from load.miniature.quality import frechet_distance, load_miniature
+from load.bench.miniature import load_towers
+from load.miniature.quality import frechet_distance
 
-# Those of the embedded model's that leave the text encoders alone: the others are served by their own entries only.
-LORAS = ("checked", "striped")
 # As the gateway bounds a LoRA that nobody has measured.
 LORA_BOUND = STEPS // 5
 FIDELITIES = {"balanced": FIDELITY_BALANCED, "fast": FIDELITY_FAST}
@@ -54,7 +54,8 @@ BENCH = Bench(
     Option("--lora-pairs", 100, "of them with each LoRA", smallest=1),
     Option("--diverse", 20, f"prompts with rows of {ROW}", smallest=1),
     Option("--fidelity", "balanced", "under which pictures start from latents", choices=tuple(FIDELITIES)),
-    Option("--profile", PROFILE, "by default the embedded model's own", kind=Path),
+    Option("--model", EMBEDDED_MODEL, "an embedded model"),
+    Option("--profile", None, "by default the model's own", kind=Path),
     Option("--folder", None, "folder that keeps what was drawn; the bench goes on from it", kind=Path),
     Option("--threads", 2, "of torch"),
 )
@@ -91,20 +92,25 @@ class CachedSet:
 @BENCH.measure
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Draw all, and look at it."""
-    profile = read_profile(options.profile)
+    model = folder_of(options.model)
+    sheet.name_model(options.model)
+    file = options.profile or model / PROFILE.name
+    if not file.exists():
+        raise SystemExit(f"{file} is missing: bottega cache profile measures it")
+    profile = read_profile(file)
     torch.set_num_threads(options.threads)
     folder, kept = options.folder or folder, PictureFolder(options.folder / "pictures") if options.folder else None
     settings = StoreSettings(
         folder=folder / "store", budget_bytes=1 << 30, exploration=0.0, predictor=False, plain_for_loras=True
     )
-    with cached_engine(folder, settings, kept) as engine:
+    with cached_engine(folder, settings, kept, model=model) as engine:
         if profile.model_hash != engine.model_hash:
-            raise SystemExit(f"{options.profile} is of another model: bottega cache profile measures this one")
+            raise SystemExit("the profile is of another model: bottega cache profile measures this one")
         engine.store.set_profile(profile)
         pairs = _draw_pairs(engine, options.pairs, FIDELITIES[options.fidelity])
         asks = [replace(each.ask, fidelity=FIDELITY_BALANCED) for each in pairs.cached[: options.lora_pairs]]
-        loras = {name: _lora_accuracy(engine, asks, name) for name in LORAS if asks}
-        _fill_ways(sheet, load_miniature(WEIGHTS), pairs)
+        loras = {name: _lora_accuracy(engine, asks, name) for name in engine.loras if asks}
+        _fill_ways(sheet, load_towers(options.model), pairs)
         fill(sheet, measure_diversity(engine, pairs.prompts[-options.diverse :]))
     for name, (exact, cached, count) in loras.items():
         sheet.row(f"LoRA {name}, from latents without it ({count}): right", f"{exact:.3f}, {cached:.3f}")

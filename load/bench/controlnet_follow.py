@@ -19,13 +19,13 @@ from typing import Any
 
 import PIL.Image
 import torch
-from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline
 
-from bottega.miniature import WEIGHTS
+from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.miniature.scenes import DRAWN, Scene, caption, elsewhere, held_out_scenes, random_layout
+from bottega.model_files.folder_check import folder_of
 from load.bench.framework import CORES, Bench, Option, Sheet
-from load.bench.miniature import Drawn, draw_stock, shares
-from load.bench.stock import stock_pipeline
+from load.bench.miniature import Drawn, draw_stock, guidance_of, shares
+from load.bench.stock import control_argument, controlnet_classes, stock_pipeline
 from load.sheets import compose
 
 CASES = 100
@@ -39,9 +39,9 @@ BENCH = Bench(
     __file__,
     __doc__,
     Option("--cases", CASES, "of each kind, and of one thing and of two; 100 at most", smallest=1),
-    Option("--kinds", list(DRAWN), "of ControlNets", choices=tuple(DRAWN), smallest=[next(iter(DRAWN))]),
-    Option("--model", WEIGHTS, "folder of the base model", kind=Path),
-    Option("--nets", None, "folder of the ControlNets, by kind; by default the model's own", kind=Path),
+    Option("--kinds", list(DRAWN), "of ControlNets, of those that there are", choices=tuple(DRAWN)),
+    Option("--model", EMBEDDED_MODEL, "an embedded model, or a trained folder"),
+    Option("--nets", None, "folder of the ControlNets; by default the model's own", kind=Path),
     Option("--threads", CORES, "of torch"),
     Option("--sheet", Path("out/controlnet_follow.png"), "contact sheet to write", kind=Path),
 )
@@ -68,13 +68,14 @@ def cases(kind: str, count: int, *, things: int) -> list[Case]:
     return found[:count]
 
 
-def _draw(pipeline: Any, asked: Sequence[Case], scale: float) -> list[Drawn]:
+def _draw(pipeline: Any, asked: Sequence[Case], scale: float, guidance: float) -> list[Drawn]:
     """Draw case i with seed i; with a scale of 0 the prompt alone counts."""
     pictures = draw_stock(
         pipeline,
         [caption(case.prompted) for case in asked],
-        image=[case.control for case in asked],
+        guidance_scale=guidance,
         controlnet_conditioning_scale=scale,
+        **{control_argument(pipeline): [case.control for case in asked]},
     )
     return [Drawn(scene=case.shown, picture=picture) for case, picture in zip(asked, pictures, strict=True)]
 
@@ -85,16 +86,21 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     torch.set_num_threads(options.threads)
     found: dict[str, list[Drawn]] = {}
     shown: list[tuple[Case, Drawn]] = []
-    for kind in options.kinds:
-        net = ControlNetModel.from_pretrained(
-            (options.nets or options.model / "controlnets") / kind, use_safetensors=True, dtype=torch.float32
-        )
-        pipeline = stock_pipeline(options.model, StableDiffusionXLControlNetPipeline, controlnet=net)
+    model = folder_of(options.model)
+    sheet.name_model(options.model)
+    network, of_nets = controlnet_classes(stock_pipeline(model))
+    nets = by_last_word(options.nets or model / "controlnets")
+    kinds = [kind for kind in options.kinds if kind in nets][: 1 if options.smallest else None]
+    if not kinds:
+        raise SystemExit(f"the model has no ControlNet of these kinds: {', '.join(options.kinds)}")
+    for kind in kinds:
+        net = network.from_pretrained(nets[kind], use_safetensors=True, torch_dtype=torch.float32)
+        pipeline = stock_pipeline(model, of_nets, controlnet=net)
         for things, name in ((1, kind), (2, f"{kind}_two_objects")):
             asked = cases(kind, options.cases, things=things)
-            found[name] = _draw(pipeline, asked, 1.0)
+            found[name] = _draw(pipeline, asked, 1.0, guidance_of(model))
             shown += list(zip(asked, found[name], strict=True))[:_SHOWN]
-    found["prompt_alone"] = _draw(pipeline, cases(kind, options.cases, things=1), 0.0)
+    found["prompt_alone"] = _draw(pipeline, cases(kind, options.cases, things=1), 0.0, guidance_of(model))
     _show(shown, options.sheet)
     sheet.values["cases"] = len(found["prompt_alone"])
     for name, drawn in found.items():
@@ -103,6 +109,11 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
         sheet.values[name] = right
         for part, share in shares(drawn).items():
             sheet.row(f"    {part}", f"{share:.2f}")
+
+
+def by_last_word(folder: Path) -> dict[str, Path]:
+    """Return the folders in one by the last words of their names, such as layout of dit-layout."""
+    return {path.name.rpartition("-")[2]: path for path in sorted(folder.glob("*"))}
 
 
 def _show(answers: Sequence[tuple[Case, Drawn]], file: Path) -> None:

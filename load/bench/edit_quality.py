@@ -1,6 +1,6 @@
 """What do pictures lose of which only the masked part is computed?
 
-Edits of the embedded model against the full computation, in this process, with the engine and its recordings, and the
+Edits of an embedded model against the full computation, in this process, with the engine and its recordings, and the
 codec's pixels. Each template is edited once, which is recorded; the BALANCED edits after it are measured, each prompt
 with two seeds. The full computation is stock Diffusers' inpainting under the same composed noise: the recording's
 outside the mask, the request's inside. An exact edit has its own noise everywhere.
@@ -16,41 +16,37 @@ import itertools
 import random
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import PIL.Image
 import torch
-from diffusers import StableDiffusionXLInpaintPipeline
 
 from bottega.addons.edits.engine.addon import EngineEdits
 from bottega.addons.edits.engine.masked import tokens
 from bottega.addons.edits.engine.recordings.source import MemoryActivations
+from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.codec import edits
 from bottega.codec.pixels import MaskOrder, Overlay
 from bottega.engine.engine import Engine
 from bottega.engine.events import ImageDrawn, JobFailed, JobFinished
 from bottega.engine.limits import EngineLimits
-from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import random_scene
 from bottega.model.model import Model
+from bottega.model_files.folder_check import folder_of
 from bottega.quality import oracle
 from bottega.v1.generation_pb2 import Provenance
 from load.bench.bench_model import write_bench_model
-from load.bench.edit_cases import EditCase, Template, edits_of, templates
-from load.bench.edit_model import EDIT_SHAPE, square_mask, template
+from load.bench.edit_cases import EditCase, StockEdits, Template, edits_of, templates
+from load.bench.edit_model import EDIT_SHAPE, SD3_EDIT_SHAPE, square_mask, template
 from load.bench.engine_runs import edit_order, load_bench_model
 from load.bench.framework import CORES, Bench, Option, Sheet
-from load.bench.miniature import GUIDANCE
-from load.bench.stock import STRENGTH, stock_pipeline
+from load.bench.transformer_model import write_transformer_model
 from load.miniature.quality import ssim_within
 from load.sheets import compose
-from tests.support.composed_noise import Draws, composed_noise, draws_of
 
 # After the first one, which records.
 EDITS_OF_A_TEMPLATE = 5
@@ -70,7 +66,8 @@ BENCH = Bench(
     Option("--edits", 200, "that are measured", smallest=5),
     Option("--steps", 30, "of each", smallest=6),
     Option("--rounds", 8, "of timing", smallest=1),
-    Option("--bench-steps", 4, "of the model of SDXL's topology", smallest=3),
+    Option("--bench-steps", 4, "of the large model", smallest=3),
+    Option("--model", EMBEDDED_MODEL, "an embedded model, or a trained folder"),
     Option("--full-convolutions", False, "without sparse ones"),
     Option("--threads", CORES, "of torch"),
     Option("--sheet", Path("out/edit_quality.png"), "contact sheet to write", kind=Path),
@@ -128,7 +125,8 @@ class EditEngine:
             masked=masked,
             any_prompt=False,
             prompt=case.prompt,
-            guidance_scale=GUIDANCE,
+            guidance_scale=self.model.defaults.guidance_scale,
+            sampler=self.model.defaults.sampler,
         )
         self._engine.submit(order)
         while self._engine.busy:
@@ -141,39 +139,6 @@ class EditEngine:
                     case JobFailed():
                         raise event.error
         return Edited(case=case, picture=picture, record=record.provenance, denoise_s=record.seconds["denoise"])
-
-
-class StockEdits:
-    """Stock Diffusers in this process."""
-
-    def __init__(self) -> None:
-        self._pipeline = stock_pipeline(WEIGHTS, StableDiffusionXLInpaintPipeline)
-
-    def draws(self, case: EditCase) -> Draws:
-        """Return what an edit draws from its generator."""
-        width, height = case.template.picture.size
-        return draws_of(self._pipeline, case.template.picture, seed=case.seed, width=width, height=height)
-
-    def draw(self, cases: Sequence[EditCase], steps: int, recorded: Draws | None = None) -> list[PIL.Image.Image]:
-        """Draw edits of one template together, with the recorded noise outside their masks, or with their own."""
-        masks = [case.template.mask for case in cases]
-        composed: Any = nullcontext()
-        if recorded is not None:
-            composed = composed_noise(self._pipeline, Draws.stack([recorded] * len(cases)), masks)
-        width, height = cases[0].template.picture.size
-        with composed:
-            drawn: list[PIL.Image.Image] = self._pipeline(
-                [case.prompt for case in cases],
-                image=[case.template.picture for case in cases],
-                mask_image=masks,
-                num_inference_steps=steps,
-                guidance_scale=GUIDANCE,
-                strength=STRENGTH,
-                width=width,
-                height=height,
-                generator=[torch.Generator().manual_seed(case.seed) for case in cases],
-            ).images
-        return drawn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,16 +160,20 @@ class TimeRatios:
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Measure times, draw every edit in every way, and compare."""
     torch.set_num_threads(options.threads)
-    model, sparse = load_bench_model(WEIGHTS), not options.full_convolutions
+    model, sparse = load_bench_model(folder_of(options.model)), not options.full_convolutions
+    sheet.name_model(options.model)
     chosen = _templates(model, max(options.edits // EDITS_OF_A_TEMPLATE, 1))
     share = mean(float(dilated(model, each.mask).float().mean()) for each in chosen)
-    write_bench_model(folder / "model", EDIT_SHAPE.for_run(smallest=options.smallest))
+    if model.unet is None:
+        write_transformer_model(folder / "model", SD3_EDIT_SHAPE.for_run(smallest=options.smallest))
+    else:
+        write_bench_model(folder / "model", EDIT_SHAPE.for_run(smallest=options.smallest))
     large = EditEngine(load_bench_model(folder / "model"), sparse=sparse)
     ratios = _time_ratios(large, _noise_template(share), steps=options.bench_steps, rounds=options.rounds)
     small = EditEngine(model, sparse=sparse)
     own = _time_ratios(small, chosen[0], steps=options.steps, rounds=options.rounds)
-    print(f"masked blocks with a model of SDXL's topology: {ratios}; with the embedded one: {own}", flush=True)
-    engine, stock = EditEngine(model, sparse=sparse), StockEdits()
+    print(f"masked blocks with a large model: {ratios}; with the embedded one: {own}", flush=True)
+    engine, stock = EditEngine(model, sparse=sparse), StockEdits(folder_of(options.model))
     compared: list[Compared] = []
     for number, edited in enumerate(chosen):
         cases = list(edits_of(edited, number * (EDITS_OF_A_TEMPLATE + 1)))
@@ -213,7 +182,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     _show(compared, options.sheet)
     _fill(sheet, model, compared)
     shown = f"{ratios.again:.2f}, {ratios.other:.2f}"
-    sheet.row("time over that in full, SDXL's topology", shown)
+    sheet.row("time over that in full, a large model", shown)
     sheet.values |= {"time_again": ratios.again, "time_other": ratios.other}
     sheet.values |= {"time_again_miniature": own.again, "time_other_miniature": own.other}
 

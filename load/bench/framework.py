@@ -34,6 +34,8 @@ from statistics import median
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+from bottega.client.types.models import EMBEDDED_MODEL
+from bottega.model_files.folder_check import name_of
 from bottega.process.engine_supervisor import engine_environment
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -160,6 +162,11 @@ class Sheet:
         self.values: dict[str, float] = {}
         self.parts: list[Sheet] = []
         """Sheets that are reported after this one, each under its own name."""
+
+    def name_model(self, model: str) -> None:
+        """Add a model to the bench's name, unless it is the one that is usually measured."""
+        if model != EMBEDDED_MODEL:
+            self.bench += f"-{name_of(model).removeprefix(f'{EMBEDDED_MODEL}-')}"
 
     def row(self, what: str, measured: str, wanted: str = "") -> None:
         """Add a line for people."""

@@ -17,9 +17,8 @@ from torch import Tensor
 from bottega.addons.loras.engine import Layers, LoraHandle, LoraLayer, LoraRef, WholeLayer, make_layer
 from bottega.addons.loras.wire import canonical
 from bottega.addons.loras.wire.canonical import CanonicalLora
-from bottega.addons.loras.wire.module_parts import SCALE
+from bottega.addons.loras.wire.module_parts import DENOISERS, SCALE
 from bottega.errors import DataLoss, LoraNotFound
-from bottega.model_files.family_names import UNET
 from bottega.safetensors_header import TensorEntry
 from bottega.v1.fleet_pb2 import ServiceAddress
 
@@ -115,12 +114,12 @@ class LocalLoras:
 
 
 def _read_layers(
-    lora: CanonicalLora, text: memoryview, unet: memoryview
+    lora: CanonicalLora, text: memoryview, denoiser: memoryview
 ) -> dict[str, dict[str, LoraLayer | WholeLayer]]:
     """Return layers by component and module path, from the file's sections in writable memory."""
     layers: dict[str, dict[str, LoraLayer | WholeLayer]] = {}
     for module in lora.modules:
-        section = unet if module.component == UNET else text
+        section = denoiser if module.component in DENOISERS else text
         (scale,) = struct.unpack_from("<f", section, module.scale.begin)
         parts = {part: _view(section, entry) for part, entry in module.parts.items() if part != SCALE}
         layers.setdefault(module.component, {})[module.path] = make_layer(parts, scale)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bottega.addons.loras.wire.canonical import ModuleWeights, TensorData, write
+from bottega.model_files.family_names import TRANSFORMER, UNET
 
 BASE = "bench"
 """What LoRAs call the bench model."""
@@ -39,18 +40,19 @@ class LoraFiles:
 
 
 def random_lora(model: Path, folder: Path, *, seed: int, rank: int, targets: Sequence[str] = ATTENTION) -> LoraFiles:
-    """Write a LoRA of float16 for all modules of a model's UNet whose path ends with one of the targets."""
+    """Write a LoRA of float16 for the modules of a model's denoising network whose path ends with a target."""
+    denoiser = TRANSFORMER if (model / TRANSFORMER).is_dir() else UNET
     generator = torch.Generator().manual_seed(seed)
     theirs: dict[str, Tensor] = {}
     modules: list[ModuleWeights] = []
     folder.mkdir(parents=True, exist_ok=True)
-    for path, shape in _shapes(model / "unet", targets):
+    for path, shape in _shapes(model / denoiser, targets):
         out, *rest = shape
         down = (torch.randn(rank, *rest, generator=generator) / math.sqrt(math.prod(rest))).half()
         up = (torch.randn(out, rank, *[1] * (len(rest) - 1), generator=generator) / 50).half()
-        theirs |= {f"unet.{path}.lora_A.weight": down, f"unet.{path}.lora_B.weight": up}
+        theirs |= {f"{denoiser}.{path}.lora_A.weight": down, f"{denoiser}.{path}.lora_B.weight": up}
         parts = {"down": _weights(down), "up": _weights(up)}
-        modules.append(ModuleWeights(component="unet", path=path, scale=1.0, parts=parts))
+        modules.append(ModuleWeights(component=denoiser, path=path, scale=1.0, parts=parts))
     save_file(theirs, folder / f"{seed}.safetensors")
     ours = folder / f"{seed}.lora"
     with ours.open("wb") as file:

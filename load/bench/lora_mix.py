@@ -1,8 +1,8 @@
 """What do eight requests with eight different LoRAs at once cost, in images per second?
 
 The engine, which gets LoRAs from files, against Diffusers, which swaps one by one, and against itself without LoRAs; on
-the embedded model and on a wide bench model. Each side is a process of its own; they take turns, and medians are
-compared.
+an embedded model and on a wide bench model of its kind. Each side is a process of its own; they take turns, and medians
+are compared.
 
 A run takes 10 minutes on two cores.
 """
@@ -15,14 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from time import perf_counter
 
-from bottega.miniature import WEIGHTS
+from bottega.client.types.models import EMBEDDED_MODEL
+from bottega.model_files.family_names import TRANSFORMER
+from bottega.model_files.folder_check import folder_of
 from load.bench.bench_model import BenchShape, write_bench_model
 from load.bench.framework import GUIDANCE_SCALE, PROMPT, Bench, Option, Sheet, by_turns, medians
 from load.bench.lora_files import LoraFiles, random_lora
 from load.bench.side_process import Answer, Side
 from load.bench.stock import stock
+from load.bench.transformer_model import TransformerShape, write_transformer_model
 
 WIDE = BenchShape(block_out_channels=(128, 256, 512), transformer_layers=(1, 2))
+WIDE_TRANSFORMER = TransformerShape(heads=6, blocks=6)
 REQUESTS, THREADS = 8, 2
 WANTED_MINIATURE, WANTED_BENCH = 0.7, 0.85
 BENCH = Bench(
@@ -32,17 +36,19 @@ BENCH = Bench(
     Option("--steps", 20, "of the embedded model's requests", smallest=2),
     Option("--bench-steps", 4, "of the wide bench model's", smallest=2),
     Option("--rank", 16, "of the LoRAs, in all attention layers"),
+    Option("--model", EMBEDDED_MODEL, "an embedded model, or a trained folder"),
 )
 
 
 @BENCH.measure
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Compare on both models."""
-    shape = WIDE.for_run(smallest=options.smallest)
-    write_bench_model(folder / "model", shape)
+    small = folder_of(options.model)
+    sheet.name_model(options.model)
+    side = _write_wide(folder / "model", transformer=(small / TRANSFORMER).is_dir(), smallest=options.smallest)
     models = (
-        ("miniature", "", WEIGHTS, options.steps, 64, WANTED_MINIATURE),
-        ("wide model", "_bench", folder / "model", options.bench_steps, shape.side, WANTED_BENCH),
+        ("miniature", "", small, options.steps, 64, WANTED_MINIATURE),
+        ("wide model", "_bench", folder / "model", options.bench_steps, side, WANTED_BENCH),
     )
     for name, key, model, steps, size, wanted in models:
         loras = [random_lora(model, folder / name, seed=seed, rank=options.rank) for seed in range(REQUESTS)]
@@ -51,6 +57,17 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
         sheet.figure(f"{name}: against Diffusers swapping", over, key=f"vs_swapping{key}")
         left = found["none"] / found["mixed"]
         sheet.figure(f"{name}: against no LoRAs", left, key=f"vs_none{key}", bar=f"at least {wanted:g}")
+
+
+def _write_wide(folder: Path, *, transformer: bool, smallest: bool) -> int:
+    """Write the wide model; return the side of its pictures."""
+    if transformer:
+        wide = WIDE_TRANSFORMER.for_run(smallest=smallest)
+        write_transformer_model(folder, wide)
+        return wide.side
+    shape = WIDE.for_run(smallest=smallest)
+    write_bench_model(folder, shape)
+    return shape.side
 
 
 def _compare(model: Path, loras: Sequence[LoraFiles], *, steps: int, size: int, rounds: int) -> dict[str, float]:
@@ -88,7 +105,8 @@ def engine(*, model: str) -> Answer:
     from tests.support.engines import make_engine
 
     files: dict[str, Path] = {}
-    running = make_engine(load_bench_model(model), EngineLimits(), loras=LocalLoras(files))
+    loaded = load_bench_model(model)
+    running = make_engine(loaded, EngineLimits(), loras=LocalLoras(files))
     running.warm_up()
 
     def draw(*, loras: Sequence[dict[str, str] | None], steps: int, size: int) -> dict[str, float]:
@@ -103,6 +121,7 @@ def engine(*, model: str) -> Answer:
                     width=size,
                     height=size,
                     seed=seed,
+                    sampler=loaded.defaults.sampler,
                     loras=(LoraSpec(name="bench", digest=lora["digest"]),) if lora else (),
                 ),
             )

@@ -19,14 +19,16 @@ from typing import Any
 import PIL.Image
 import torch
 
-from bottega.miniature import WEIGHTS
+from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.miniature.scenes import STYLES, Placed, SceneLayout, Thing, caption, held_out_scenes, render
+from bottega.model_files.folder_check import folder_of
 from bottega.quality import oracle
 from load import stock_loras
+from load.bench.controlnet_follow import by_last_word
 from load.bench.framework import CORES, Bench, Option, Sheet
-from load.bench.miniature import Drawn, draw_stock, shares, write_sheet
+from load.bench.miniature import Drawn, draw_stock, guidance_of, load_towers, shares, write_sheet
 from load.bench.stock import stock_pipeline
-from load.miniature.quality import Clip, load_miniature, perceptual_distances
+from load.miniature.quality import Clip, perceptual_distances
 
 WANTED = 0.85
 PLAIN = "plain"
@@ -37,9 +39,9 @@ BENCH = Bench(
     __file__,
     __doc__,
     Option("--prompts", 100, "of each style, half of them with one thing", smallest=2),
-    Option("--styles", list(STYLES), "of the LoRAs", choices=tuple(STYLES), smallest=[next(iter(STYLES))]),
-    Option("--model", WEIGHTS, "folder of the base model", kind=Path),
-    Option("--loras", None, "folder of the LoRAs, by style; by default the model's own", kind=Path),
+    Option("--styles", list(STYLES), "of the LoRAs, of those that there are", choices=tuple(STYLES)),
+    Option("--model", EMBEDDED_MODEL, "an embedded model, or a trained folder"),
+    Option("--loras", None, "folder of the LoRAs; by default the model's own", kind=Path),
     Option("--threads", CORES, "of torch"),
     Option("--sheet", Path("out/lora_styles.png"), "contact sheet to write", kind=Path),
 )
@@ -49,20 +51,23 @@ BENCH = Bench(
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Draw, read and report."""
     torch.set_num_threads(options.threads)
-    each, folder = max(options.prompts // 2, 1), options.loras or options.model / "loras"
+    each, model = max(options.prompts // 2, 1), folder_of(options.model)
+    sheet.name_model(options.model)
     scenes = held_out_scenes(each, things=1) + held_out_scenes(each, things=2)
-    pipeline = stock_pipeline(options.model)
-    for style in STYLES:
-        if (folder / style).is_dir():
-            stock_loras.load(pipeline, folder / style, style)
+    pipeline = stock_pipeline(model)
+    loras = by_last_word(options.loras or model / "loras")
+    styles = [style for style in options.styles if style in loras][: 1 if options.smallest else None]
+    for style in styles:
+        stock_loras.load(pipeline, loras[style], style)
     found: dict[str, list[Drawn]] = {}
-    for name in (PLAIN, *options.styles):
+    guidance = guidance_of(model)
+    for name in (PLAIN, *styles):
         use(pipeline, {} if name == PLAIN else {name: 1.0})
-        pictures = draw_stock(pipeline, [caption(scene) for scene in scenes], _ROWS)
+        pictures = draw_stock(pipeline, [caption(scene) for scene in scenes], _ROWS, guidance_scale=guidance)
         found[name] = [Drawn(scene=scene, picture=one) for scene, one in zip(scenes, pictures, strict=True)]
     shown = [one for drawn in found.values() for one in (*drawn[:_SHOWN], *drawn[-_SHOWN:])]
     write_sheet(shown, 2 * _SHOWN, options.sheet)
-    clip = load_miniature(options.model)
+    clip = load_towers(options.model)
     use(pipeline, {})
     for name, drawn in found.items():
         wanted = "" if name == PLAIN else f">= {WANTED:.2f}"

@@ -23,11 +23,12 @@ from bottega.client import AsyncClient
 from bottega.client.types.models import EMBEDDED_MODEL
 from bottega.miniature import WEIGHTS
 from bottega.miniature.scenes import Scene, caption, held_out_scenes
-from bottega.model_files.folder_check import folder_of, name_of
+from bottega.model_files.folder_check import folder_of
+from bottega.model_files.presets import read_preset
 from bottega.quality import oracle
 from load.bench.framework import CORES, Bench, Option, Sheet
 from load.bench.suites import plain_suite
-from load.miniature.quality import load_miniature
+from load.miniature.quality import Clip, load_miniature
 from load.miniature.quality import measure as measure_quality
 from load.sheets import compose
 
@@ -70,11 +71,20 @@ class Drawn:
         return "forestgreen" if self.right else "crimson"
 
 
-def draw_stock(pipeline: Any, prompts: Sequence[str], rows: int = 20, **options: Any) -> list[PIL.Image.Image]:
+def guidance_of(folder: Path) -> float:
+    """Return the guidance with which an embedded model draws by default."""
+    preset = read_preset(folder)
+    return GUIDANCE if preset is None or preset.guidance_scale is None else preset.guidance_scale
+
+
+def draw_stock(
+    pipeline: Any, prompts: Sequence[str], rows: int = 20, /, *, guidance_scale: float = GUIDANCE, **options: Any
+) -> list[PIL.Image.Image]:
     """Draw prompt i with seed i by a stock pipeline.
 
     Args:
         rows: Pictures of one call.
+        guidance_scale: See `guidance_of`.
         options: Of each call; a list has an entry for each prompt.
     """
     import torch
@@ -86,7 +96,7 @@ def draw_stock(pipeline: Any, prompts: Sequence[str], rows: int = 20, **options:
         pictures += pipeline(
             list(prompts[some]),
             num_inference_steps=STEPS,
-            guidance_scale=GUIDANCE,
+            guidance_scale=guidance_scale,
             generator=[torch.Generator().manual_seed(first + row) for row in range(count)],
             **{name: value[some] if isinstance(value, list) else value for name, value in options.items()},
         ).images
@@ -97,6 +107,12 @@ def shares(drawn: Sequence[Drawn]) -> dict[str, float]:
     """Return the share of pictures in which each part was read right."""
     marks = [picture.marks for picture in drawn]
     return {part: mean(picture[part] for picture in marks) for part in marks[0]}
+
+
+def load_towers(model: str) -> Clip:
+    """Return the towers of an embedded model: the first one's if it has a transformer, and so none of its own."""
+    own = folder_of(model)
+    return load_miniature(own if (own / "clip_vision").is_dir() else WEIGHTS)
 
 
 def write_sheet(drawn: Sequence[Drawn], columns: int, file: Path) -> None:
@@ -114,8 +130,7 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     scenes = held_out_scenes(each, things=1) + held_out_scenes(each, things=2)
     with plain_suite(options.model, options.threads, folder / "suite") as gateway:
         drawn = asyncio.run(_draw(gateway.address, scenes))
-    if options.model != EMBEDDED_MODEL:
-        sheet.bench += f"-{name_of(options.model).removeprefix(f'{EMBEDDED_MODEL}-')}"
+    sheet.name_model(options.model)
     groups: Mapping[str, Sequence[Drawn]] = {"one_object": drawn[:each], "two_objects": drawn[each:]}
     write_sheet([one for group in groups.values() for one in group[:SHOWN]], COLUMNS, options.sheet)
     for name, group in groups.items():
@@ -123,12 +138,8 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
         sheet.row(f"{name}: read right, all of it", f"{right:.2f}", f">= {WANTED[name]:.2f}")
         for part, share in shares(group).items():
             sheet.row(f"    {part}", f"{share:.2f}")
-    # A model with a transformer has no vision tower.
-    own = folder_of(options.model)
-    towers = own if (own / "clip_vision").is_dir() else WEIGHTS
-    quality = measure_quality(
-        load_miniature(towers), [one.picture for one in drawn], [caption(one.scene) for one in drawn]
-    )
+    texts = [caption(one.scene) for one in drawn]
+    quality = measure_quality(load_towers(options.model), [one.picture for one in drawn], texts)
     sheet.row("clip_score (the miniature's own towers)", f"{quality.clip_score:.1f}")
     sheet.values["clip_score"] = quality.clip_score
 
@@ -139,9 +150,7 @@ async def _draw(address: str, scenes: Sequence[Scene]) -> list[Drawn]:
 
     async def one(client: AsyncClient, seed: int, scene: Scene) -> Drawn:
         async with gate:
-            picture = await client.generate(
-                caption(scene), seed=seed, num_inference_steps=STEPS, guidance_scale=GUIDANCE
-            )
+            picture = await client.generate(caption(scene), seed=seed, num_inference_steps=STEPS)
         return Drawn(scene=scene, picture=picture.pil().convert("RGB"))
 
     async with AsyncClient(address) as client:

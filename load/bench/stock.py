@@ -50,6 +50,20 @@ def stock_pipeline(model: Any, kind: Any = None, **parts: Any) -> Any:
     return pipeline
 
 
+def controlnet_classes(pipeline: Any) -> tuple[Any, Any]:
+    """Return the classes of the ControlNets for a pipeline's network, and of a pipeline with them."""
+    import diffusers
+
+    network, kind = ("", "XL") if hasattr(pipeline, "unet") else ("SD3", "3")
+    found = f"{network}ControlNetModel", f"StableDiffusion{kind}ControlNetPipeline"
+    return getattr(diffusers, found[0]), getattr(diffusers, found[1])
+
+
+def control_argument(pipeline: Any) -> str:
+    """Return the argument of such a pipeline that takes control images."""
+    return "image" if hasattr(pipeline, "unet") else "control_image"
+
+
 def stock(*, model: str) -> Answer:
     """Make a side that draws; its questions are the arguments of `Stock.draw`."""
     return Stock(model).draw
@@ -121,7 +135,7 @@ class Stock:
         if nets:
             options = {
                 # Lists of images would be taken for one picture alone.
-                "image" if hasattr(pipeline, "unet") else "control_image": [_pixels(of_net) for of_net in images],
+                control_argument(pipeline): [_pixels(of_net) for of_net in images],
                 "controlnet_conditioning_scale": [net_scale] * len(nets),
             }
         if boxes:
@@ -177,18 +191,14 @@ class Stock:
         return self._sibling(getattr(diffusers, name))
 
     def _with_controlnets(self, folders: Sequence[str], *, cold: bool) -> Any:
-        import diffusers
-
         if not folders:
             return self.pipeline
-        series = ("", "XL") if hasattr(self.pipeline, "unet") else ("SD3", "3")
-        network = getattr(diffusers, f"{series[0]}ControlNetModel")
+        network, kind = controlnet_classes(self.pipeline)
         for folder in folders:
             if cold or folder not in self._nets:
                 self._nets[folder] = network.from_pretrained(
                     folder, use_safetensors=True, torch_dtype=self.pipeline.dtype
                 )
-        kind = getattr(diffusers, f"StableDiffusion{series[1]}ControlNetPipeline")
         return self._sibling(kind, controlnet=[self._nets[folder] for folder in folders])
 
     def _sibling(self, kind: Any, **parts: Any) -> Any:

@@ -58,9 +58,13 @@ def composed_noise(pipeline: Any, recorded: Draws, masks: Sequence[PIL.Image.Ima
     def prepared(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
         _, noise, _ = prepare(*args, **kwargs)
         noise = torch.where(inside, noise, recorded.noise)
+        scheduler = pipeline.scheduler
         if kwargs["is_strength_max"]:
-            return noise * pipeline.scheduler.init_noise_sigma, noise, recorded.image_latent
-        begun = pipeline.scheduler.add_noise(recorded.image_latent, noise, kwargs["timestep"])
+            return noise * getattr(scheduler, "init_noise_sigma", 1.0), noise, recorded.image_latent
+        if hasattr(scheduler, "scale_noise"):  # of flow matching
+            begun = scheduler.scale_noise(recorded.image_latent, kwargs["timestep"], noise)
+        else:
+            begun = scheduler.add_noise(recorded.image_latent, noise, kwargs["timestep"])
         return begun, noise, recorded.image_latent
 
     with patch.object(pipeline, "prepare_latents", prepared):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import EulerDiscreteScheduler
@@ -29,8 +29,6 @@ class ErrorWeights:
 
 
 _WEIGHTS = ErrorWeights()
-# Added to the weight of an error where things are.
-_FOREGROUND_WEIGHT = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,6 +55,9 @@ class Lessons(ABC):
         corpus: The pictures.
         latents: Of the pictures.
     """
+
+    foreground_weight: ClassVar[float] = 1.0
+    """Added to the weight of an error where things are."""
 
     def __init__(self, parts: Parts, corpus: Corpus, latents: Latents) -> None:
         self._parts, self._corpus, self._latents = parts, corpus, latents
@@ -89,7 +90,7 @@ class Lessons(ABC):
 
     def loss(self, batch: NoisyLatents, guess: torch.Tensor) -> torch.Tensor:
         """Return the weighted squared error of a guess of the target."""
-        where = 1.0 + _FOREGROUND_WEIGHT * self._foreground[batch.rows].to(self._parts.device)
+        where = 1.0 + self.foreground_weight * self._foreground[batch.rows].to(self._parts.device)
         weight = batch.weight * where / where.mean()
         loss: torch.Tensor = (weight * (guess.float() - batch.target).square()).mean()
         return loss

@@ -23,7 +23,7 @@ from load.miniature.training.vae import VaeRecipe, VaeStage
 RECIPE = {"vae": 4500, "text": 500, "unet": 3800, "vision": 600, "edges": 700, "layout": 700}
 RECIPE |= dict.fromkeys(("striped", "checked", "dusk"), 400)
 # Those of the transformer, which is of another model with a folder of its own.
-DIT_RECIPE = {"dit": 30_000, "dit-layout": 2000, "dit-striped": 800}
+DIT_RECIPE = {"dit": 12_000, "dit-layout": 1000, "dit-striped": 500}
 # A decoder alone is for later: it sharpens, and all that was trained on the latents stays as it is.
 STEPS = {**RECIPE, "decoder": 1500, **DIT_RECIPE}
 _CONTROLNETS = {
