@@ -22,7 +22,7 @@ from bottega.engine.spec import ResolvedSpec
 from bottega.model.model import Model
 from bottega.model.rows import Half, Row
 from tests.samples.edits import box_mask, template
-from tests.samples.family_models import SIZE, family_model, sampler_of
+from tests.samples.family_models import SIZE, Z_IMAGE, family_model, sampler_of
 from tests.samples.masked_edits import EditDesk, drawn_alone, masked_order
 from tests.samples.masked_networks import (
     PROMPT_TOKENS,
@@ -256,6 +256,11 @@ def test_transformers_of_other_parts_are_refused_with_the_part() -> None:
     assert unsupported(small_joint(patch_size=3)) == "the side of a patch is no power of 2"
     flux.fuse_qkv_projections()
     assert unsupported(flux) == "an attention layer fuses its projections"
+
+
+def test_engines_of_z_image_start_and_compute_all_tokens() -> None:
+    desk = EditDesk(load(family_model(Z_IMAGE)))
+    assert desk.edits.unusable == "blocks of a ZImageTransformer2DModel cannot be masked yet"
 
 
 # The rest is about whole edits.

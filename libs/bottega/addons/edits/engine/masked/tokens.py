@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from diffusers import FluxTransformer2DModel, ModelMixin, UNet2DConditionModel
+from diffusers import FluxTransformer2DModel, ModelMixin, UNet2DConditionModel, ZImageTransformer2DModel
 from torch import Tensor
 from torch.nn import functional
 from torch.utils.weak import WeakIdKeyDictionary
@@ -25,6 +25,7 @@ from bottega.addons.edits.engine.activations import EditActivations
 from bottega.device.devices import open_device
 from bottega.model.backbone import Activations, RowSpans
 from bottega.model.backbones.flux import FluxBackbone
+from bottega.model.backbones.z_image import ZImageBackbone
 from bottega.model.joint_blocks import Stream
 from bottega.model.operations import Moves
 
@@ -110,9 +111,11 @@ def finest_stride(network: ModelMixin) -> int:
 
 def patch_size(transformer: ModelMixin) -> int:
     """Return the side length, in latent elements, of a transformer's token."""
-    # Flux.1's configuration has 1, because its pipelines make the patches.
-    of_flux = isinstance(transformer, FluxTransformer2DModel)
-    return FluxBackbone.patch_size if of_flux else int(transformer.config.patch_size)
+    # The configurations of Flux.1 and Z-Image do not say it.
+    for network, backbone in ((FluxTransformer2DModel, FluxBackbone), (ZImageTransformer2DModel, ZImageBackbone)):
+        if isinstance(transformer, network):
+            return backbone.patch_size
+    return int(transformer.config.patch_size)
 
 
 def dilate(mask: Tensor, margin: int, stride: int) -> Tensor:
