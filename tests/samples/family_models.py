@@ -124,7 +124,7 @@ WAYS: Mapping[str, frozenset[str]] = {
     "edit": frozenset(FAMILIES),
     "edit with masked blocks": (_NOT_INPAINTING | {"Flux Fill"}) - {Z_IMAGE},
     "mixed batch": frozenset(FAMILIES),
-    "mixed sizes": FLOWS - {Z_IMAGE},
+    "mixed sizes": FLOWS,
     "LoRA": frozenset(FAMILIES),
     "two ControlNets on servers": frozenset(FAMILIES) - {"Flux Fill", Z_IMAGE},
     "resume on another worker": frozenset(FAMILIES),

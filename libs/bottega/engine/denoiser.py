@@ -26,7 +26,7 @@ from bottega.engine.limits import EngineLimits
 from bottega.engine.request import Request
 from bottega.engine.times import ForwardTimes, JoinedTimes
 from bottega.model.model import Model
-from bottega.model.packed import packed_backbone
+from bottega.model.packed import mixed_backbone
 from bottega.model.rows import Row
 from bottega.model.step_cache import StepCacheMemory
 from bottega.planning import PackedTimes, RowFractions, Shape, StepTimes
@@ -233,7 +233,7 @@ def open_denoiser(
     """
     network = Network(
         backbone=model.backbone,
-        packed=None if limits.fixed_rows else packed_backbone(model.backbone),
+        packed=None if limits.fixed_rows else mixed_backbone(model.backbone),
         row_weights=next((addon.row_weights for addon in addons if addon.row_weights is not None), None),
         residuals=next((addon.residuals for addon in addons if addon.residuals is not None), None),
         strategies=[addon.strategy for addon in addons if addon.strategy is not None],

@@ -23,7 +23,7 @@ from bottega.engine.times import ForwardClock, ForwardTimes
 from bottega.errors import Unavailable
 from bottega.model.backbone import Activations, Backbone, Inputs, RowSpans
 from bottega.model.operations import Operations
-from bottega.model.packed import PackedBackbone
+from bottega.model.packed import MixedBackbone, PackedBackbone, PaddedBackbone
 from bottega.model.rows import Embeds, LoraSet, Row, arranged
 from bottega.model.step_cache import StepCacheMemory
 
@@ -164,7 +164,7 @@ class Network:
     """The backbone, LoRA weights, residuals and device that forward passes use."""
 
     backbone: Backbone
-    packed: PackedBackbone | None = None
+    packed: MixedBackbone | None = None
     """Runs batches of rows with several sizes; None if the network cannot."""
     row_weights: RowWeights | None = None
     """None if no row has LoRAs."""
@@ -187,7 +187,7 @@ class Network:
             raise Unavailable("this worker has no ControlNets")
         return self.residuals
 
-    def backbone_for(self, rows: Sequence[Row]) -> Backbone | PackedBackbone:
+    def backbone_for(self, rows: Sequence[Row]) -> Backbone | MixedBackbone:
         """Return the backbone that runs a batch."""
         if self.packed is not None and len({row.size for row in rows}) > 1:
             return self.packed
@@ -247,7 +247,7 @@ class Forward:
                 network.residual_provider.ask(self._controlled)
         self._enter()
         try:
-            if isinstance(self._backbone, PackedBackbone):
+            if isinstance(self._backbone, PackedBackbone | PaddedBackbone):
                 activations: Activations = self._backbone.begin(parts)
             else:
                 (inputs,) = parts
@@ -321,7 +321,8 @@ class Forward:
             return
         early = replace(activations, points={})
         self._select(list(rests), early)
-        early.hidden = early.hidden + torch.cat(list(rests.values())).view_as(early.hidden)
+        for index, rest in enumerate(rests.values()):
+            early.row_of(early.hidden, index).add_(rest)  # `select` has copied it.
         self._reused = dict(zip(self._group, self._backbone.finish(early), strict=True))
         self._group = group
         self._select([index for index in range(len(group)) if index not in rests], activations)

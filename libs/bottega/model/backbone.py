@@ -68,12 +68,16 @@ class Activations:
     """Rotations by the positions of each row's tokens, complex, [rows, tokens, features], if rows may differ."""
     mask: Tensor | None = None
     """bool [rows, tokens], False for padding, to which no token attends; None if nothing is padded."""
+    lengths: Sequence[int] = ()
+    """Number of each row's tokens, after which `hidden` is padding; empty if rows cannot differ."""
+    sizes: Sequence[tuple[int, int]] = ()
+    """Height and width of each row's latent, in place of `size`; empty if rows cannot differ."""
     points: dict[int, Tensor] = field(default_factory=dict)
     """The tensors that residuals are added to, by residual point."""
 
     def row_of(self, tensor: Tensor, row: int) -> Tensor:
         """Return a row's part of a tensor with the layout of `hidden`, as a view."""
-        return tensor[row]
+        return tensor[row, : self.lengths[row]] if self.lengths else tensor[row]
 
     def select(self, rows: Sequence[int], index: Tensor) -> None:
         """Keep only these rows, in ascending order. `index` is the same as int64 on their device."""
@@ -81,6 +85,8 @@ class Activations:
         self.embedding, self.context = (each.index_select(0, index) for each in (self.embedding, self.context))
         self.rotations = None if self.rotations is None else self.rotations.index_select(0, index)
         self.mask = None if self.mask is None else self.mask.index_select(0, index)
+        self.lengths = [self.lengths[row] for row in rows] if self.lengths else ()
+        self.sizes = [self.sizes[row] for row in rows] if self.sizes else ()
         # A transformer's point is `hidden` itself, so that what is added to it goes on.
         points = self.points.items()
         self.points = {place: self.hidden if it is before else it.index_select(0, index) for place, it in points}

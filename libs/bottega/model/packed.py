@@ -2,7 +2,8 @@
 
 Linear layers, norms and feed-forward layers compute every token by itself, so they run once for all rows, on packed
 tokens, [items, features]. Modulation and attention run part by part; a part is adjacent rows of one size. Padding would
-instead compute as many tokens for each row as the largest one has.
+instead compute as many tokens for each row as the largest one has. Rows of Z-Image are padded, because Diffusers' own
+blocks of it take such rows.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from bottega.model.backbone import Activations, Block, Inputs, RowSpans
 from bottega.model.backbones import MadeBackbone
 from bottega.model.backbones.flux import FluxBackbone
 from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
+from bottega.model.backbones.z_image import ZImageBackbone
 from bottega.model.joint_blocks import AllTokens, Rotary, Stream, run_block
 
 Size = tuple[int, int]
@@ -137,8 +139,22 @@ class PackedBackbone:
         return run
 
 
-def packed_backbone(backbone: MadeBackbone) -> PackedBackbone | None:
+class PaddedBackbone:
+    """Z-Image's backbone for rows of several sizes, whose tokens are padded to those of the largest one."""
+
+    def __init__(self, plain: ZImageBackbone) -> None:
+        self.spans, self.blocks, self.finish_needs = plain.spans, plain.blocks, plain.finish_needs
+        self.begin, self.finish = plain.begin_rows, plain.finish_rows
+
+
+MixedBackbone = PackedBackbone | PaddedBackbone
+"""Backbones for rows of several sizes."""
+
+
+def mixed_backbone(backbone: MadeBackbone) -> MixedBackbone | None:
     """Return the backbone for rows of several sizes; None for UNets, whose convolutions need maps of one size."""
+    if isinstance(backbone, ZImageBackbone):
+        return PaddedBackbone(backbone)
     return PackedBackbone(backbone) if isinstance(backbone, Sd3Backbone | FluxBackbone) else None
 
 

@@ -25,7 +25,7 @@ from bottega.engine.request import ActiveControl, Request
 from bottega.engine.spec import ResolvedSpec
 from bottega.model import step_cache
 from bottega.model.model import Model
-from bottega.model.packed import packed_backbone
+from bottega.model.packed import mixed_backbone
 from bottega.model.rows import LoraSet
 from bottega.model.schedulers import SamplerKind
 from bottega.planning import PackedTimes
@@ -253,7 +253,7 @@ def test_where_steps_cannot_be_reused_they_are_computed(model: Model) -> None:
 
 def test_the_time_of_reused_steps_says_nothing_about_others(model: Model) -> None:
     request = Request(model, SPEC, encode_prompts(model, SPEC))
-    denoiser = Denoiser(Network(backbone=model.backbone, packed=packed_backbone(model.backbone)))
+    denoiser = Denoiser(Network(backbone=model.backbone, packed=mixed_backbone(model.backbone)))
     for turns, reused in ((1, 0), (1, 2)):
         prediction = denoiser.predict(request.rows())
         assert (denoiser.step_times.turns, len(prediction.reused)) == (turns, reused)

@@ -17,7 +17,7 @@ from bottega.engine.denoiser import Denoiser
 from bottega.engine.forward import Network
 from bottega.model.backbone import GUIDANCE, POOLED
 from bottega.model.model import Model
-from bottega.model.packed import packed_backbone
+from bottega.model.packed import mixed_backbone
 from bottega.model.rows import Embeds, Half, Row
 from bottega.model.step_cache import StepCache
 from tests.samples.family_models import family_model
@@ -120,7 +120,7 @@ def denoiser_of(model: Model, *, packs: bool, dying: frozenset[object] = frozens
     return Denoiser(
         Network(
             backbone=model.backbone,
-            packed=packed_backbone(model.backbone) if packs else None,
+            packed=mixed_backbone(model.backbone) if packs else None,
             row_weights=UnmergedLoras(model.backbone.network, "unet"),
             residuals=Residuals(by_owner=residuals, dying=dying),
         )
@@ -187,5 +187,5 @@ def test_blocks_give_signs_of_life(model: Model, alone: Mapping[Row, Tensor]) ->
 
 
 def test_rows_of_one_size_run_as_ever(model: Model, alone: Mapping[Row, Tensor]) -> None:
-    network = Network(backbone=model.backbone, packed=packed_backbone(model.backbone))
+    network = Network(backbone=model.backbone, packed=mixed_backbone(model.backbone))
     assert network.backbone_for([row for row in alone if row.owner in {0, 5}]) is model.backbone

@@ -17,7 +17,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from bottega.device.heartbeat import call_after_blocks
 from bottega.engine.acceleration.graphs import GraphedBackbone, RecordedForwards
+from bottega.engine.denoiser import Denoiser
 from bottega.engine.encode import encode_prompts, sample_conditions
+from bottega.engine.forward import Network
 from bottega.engine.limits import EngineLimits, check_drawable, check_fixed_rows
 from bottega.engine.prompt_chunks import chat_chunk
 from bottega.engine.request import Request
@@ -27,8 +29,10 @@ from bottega.model.backbone import Backbone, Inputs
 from bottega.model.backbones.z_image import ZImageBackbone
 from bottega.model.loading import load_model
 from bottega.model.model import Model
-from bottega.model.rows import Embeds, Half, condition_parts, read_conditions
+from bottega.model.packed import mixed_backbone
+from bottega.model.rows import Embeds, Half, Row, condition_parts, read_conditions
 from bottega.model.schedulers import SamplerKind
+from bottega.model.step_cache import StepCache
 from bottega.model_files.digest import model_digest
 from bottega.model_files.folder_check import check_model_folder
 from bottega.model_files.presets import propose_preset
@@ -70,6 +74,38 @@ def test_blocks_compute_the_bits_of_the_whole_transformer(model: Model, lengths:
     for block in backbone.blocks:
         block.run(state)
     assert torch.allclose(backbone.finish(state), _run(backbone, inputs)[[0, 2]], atol=1e-5)
+
+
+def _rows(model: Model, sizes: Sequence[tuple[int, int, int]], **options: Any) -> list[Row]:
+    """Return a row for each height, width and number of tokens of a prompt."""
+    chance = torch.Generator().manual_seed(0)
+    return [
+        Row(
+            owner=owner,
+            step=0,
+            half=Half.CONDITIONAL,
+            sample=torch.randn(16, height, width, generator=chance),
+            timestep=torch.tensor(900.0 - 100 * owner),
+            embeds=Embeds(prompt=torch.randn(tokens, 32, generator=chance), any_length=True),
+            **options,
+        )
+        for owner, (height, width, tokens) in enumerate(sizes)
+    ]
+
+
+@torch.inference_mode()
+def test_the_padding_of_rows_of_several_sizes_changes_none(model: Model) -> None:
+    """Also where some reuse a step, which neither other rows nor their padding decide."""
+    rows = _rows(model, [(8, 8, 5), (12, 8, 70), (8, 8, 40), (20, 12, 5)])
+    denoiser = Denoiser(Network(backbone=model.backbone, packed=mixed_backbone(model.backbone)))
+    alone = [denoiser.forward([row]).noise[row] for row in rows]
+    caches = (StepCache(), None, None, StepCache())
+    rows = [replace(row, step_cache=cache) for row, cache in zip(rows, caches, strict=True)]
+    for company, reused in ((rows, 0), ([rows[0], rows[2]], 1), (rows[::-1], 2)):
+        prediction = denoiser.forward(company)
+        assert len(prediction.reused) == reused
+        for row in company:
+            assert torch.allclose(prediction.noise[row], alone[rows.index(row)], atol=1e-5)
 
 
 @torch.inference_mode()

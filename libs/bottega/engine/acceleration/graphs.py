@@ -305,7 +305,7 @@ class GraphedActivations(Activations):
 
 
 # Fields of the activations of a recording that those of a forward pass share with it.
-_KEPT = ("hidden", "embedding", "context", "size", "rotary", "rotations", "mask")
+_KEPT = ("hidden", "embedding", "context", "size", "rotary", "rotations", "mask", "lengths", "sizes")
 
 
 class GraphedBackbone:

@@ -23,9 +23,9 @@ class ZImageBackbone:
     """Z-Image's transformer in blocks. Their results are bit-equal to those of its forward.
 
     A token of a picture is a patch of 2x2 elements of its latent. The network fills up pictures and prompts with
-    learned tokens, to multiples of 32. Prompts of one forward may have different lengths; attention does not read the
-    padding of shorter ones. Small transformers refine pictures and prompts, before the blocks compute all tokens.
-    It has no residual points, because ControlNets for it are not served.
+    learned tokens, to multiples of 32. Prompts of one forward may have different lengths, and pictures different sizes;
+    attention does not read the padding of shorter rows. Small transformers refine pictures and prompts, before the
+    blocks compute all tokens. It has no residual points, because ControlNets for it are not served.
 
     Source: ZImagePipeline and ZImageTransformer2DModel.forward of Diffusers.
     """
@@ -49,13 +49,17 @@ class ZImageBackbone:
         ]
 
     def begin(self, inputs: Inputs) -> Activations:
-        network, sample = self.network, inputs.sample
-        lengths = inputs.prompt_lengths or [inputs.prompt_embeds.shape[1]] * len(sample)
-        prompts = [prompt[:length] for prompt, length in zip(inputs.prompt_embeds, lengths, strict=True)]
-        time = (_TRAINING_STEPS - inputs.timestep) / _TRAINING_STEPS
-        embedding = network.t_embedder(time * network.t_scale).type_as(sample)
+        return self.begin_rows([inputs])
+
+    def begin_rows(self, parts: Sequence[Inputs]) -> Activations:
+        """Embed the inputs of adjacent rows; each part has the rows of one size."""
+        network = self.network
+        latents = [latent for part in parts for latent in part.sample]
+        prompts = [prompt for part in parts for prompt in _prompts(part)]
+        time = (_TRAINING_STEPS - torch.cat([part.timestep for part in parts])) / _TRAINING_STEPS
+        embedding = network.t_embedder(time * network.t_scale).type_as(latents[0])
         pictures, texts, _, picture_places, text_places, picture_fill, text_fill = network.patchify_and_embed(
-            list(sample.unsqueeze(2).unbind()), prompts, self.patch_size, _FRAMES
+            [latent.unsqueeze(1) for latent in latents], prompts, self.patch_size, _FRAMES
         )
         made = self._prepare(self._embed, pictures, picture_places, picture_fill, network.x_pad_token)
         picture, picture_rotations, mask, *_ = made
@@ -70,23 +74,28 @@ class ZImageBackbone:
             *(text, text_rotations, list(map(len, texts)), None),
             *(None, None, None, None),  # Pictures that are read beside the prompt.
             omni_mode=False,
-            device=sample.device,
+            device=embedding.device,
         )
         return Activations(
             hidden=hidden,
             embedding=embedding,
             context=text,
-            size=(sample.shape[-2], sample.shape[-1]),
             rotations=rotations,
             mask=mask,
+            lengths=[len(picture) + len(text) for picture, text in zip(pictures, texts, strict=True)],
+            sizes=[(latent.shape[-2], latent.shape[-1]) for latent in latents],
         )
 
     def finish(self, activations: Activations) -> Tensor:
+        return torch.stack(self.finish_rows(activations))
+
+    def finish_rows(self, activations: Activations) -> list[Tensor]:
+        """Return the prediction for each row, [channels, height, width]."""
         tokens = self._finish(activations.hidden, c=activations.embedding)
-        sizes = [(_FRAMES, *activations.size)] * len(tokens)
+        sizes = [(_FRAMES, *size) for size in activations.sizes]
         pictures = self.network.unpatchify(list(tokens.unbind()), sizes, self.patch_size, _FRAMES)
         # The network predicts the direction to the picture, and schedulers want that to the noise.
-        return -torch.stack(pictures).squeeze(2)
+        return [-picture.squeeze(1) for picture in pictures]
 
     def _prepare(
         self, embed: nn.Module, rows: Sequence[Tensor], places: Sequence[Tensor], fill: Sequence[Tensor], token: Tensor
@@ -101,6 +110,12 @@ class ZImageBackbone:
         with self.spans.packed(tuple(accumulate(lengths, initial=0))):
             embedded = embed(torch.cat(list(rows))).split(lengths)
         return self.network._prepare_sequence(list(embedded), list(places), list(fill), token, None, token.device)
+
+
+def _prompts(part: Inputs) -> list[Tensor]:
+    """Return the embeddings of each row's prompt without padding, [tokens, features]."""
+    lengths = part.prompt_lengths or [part.prompt_embeds.shape[1]] * len(part.sample)
+    return [prompt[:length] for prompt, length in zip(part.prompt_embeds, lengths, strict=True)]
 
 
 def _run_layer(layer: nn.Module, activations: Activations) -> None:
