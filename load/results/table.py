@@ -18,8 +18,6 @@ _BEGIN = "<!-- begin: results, written by python -m load.results.table -->\n"
 _END = "<!-- end: results -->\n"
 # The name that a figure has in its bench's JSON object, as in "a request (ratio)".
 _KEY = re.compile(r" \(\w+\)$")
-# All machines had two cores, as the page says.
-_NOT_NEEDED = re.compile(r", 2( virtual)? cores$|\(R\)| Processor")
 
 
 def table(folder: Path = RESULTS) -> str:
@@ -30,8 +28,7 @@ def table(folder: Path = RESULTS) -> str:
         rows = [row for row in run["rows"] if row["wanted"]]
         if not rows:
             continue
-        machine = _NOT_NEEDED.sub("", run["machine"])
-        lines.append(f"| **{run['bench']}**: {run['date']}, {machine} | | |\n")
+        lines.append(f"| **{run['bench']}**: {run['date']} | | |\n")
         lines += [f"| {_KEY.sub('', row['what'])} | {_shown(row)} | {_wanted(row)} |\n" for row in rows]
     return "".join(lines)
 
