@@ -28,7 +28,7 @@ def table(folder: Path = RESULTS) -> str:
         rows = [row for row in run["rows"] if row["wanted"]]
         if not rows:
             continue
-        lines.append(f"| **{run['bench']}**: {run['date']} | | |\n")
+        lines.append(f"| **{run['bench']}**: {run['date']} |\n")
         lines += [f"| {_KEY.sub('', row['what'])} | {_shown(row)} | {_wanted(row)} |\n" for row in rows]
     return "".join(lines)
 
