@@ -6,18 +6,20 @@ The last line is JSON; lost, double, different_images and client_errors must be 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
+from bottega.errors import BottegaError
 from load.bench.framework import RECORD
 from tests.chaos.activation_stores import kill_loading_stores, kill_recording_stores
 from tests.chaos.caches import kill_cache_stores
@@ -140,18 +142,29 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _play(part: Part, times: int, rng: random.Random) -> Tally:
     workers = WORKERS[: part.workers]
-    with (
-        tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder,
-        _scene(part, Path(folder), workers) as scene,
-    ):
-        try:
-            part.play(scene, times=times or part.times, rng=rng)
-        except AssertionError as error:  # something was waited for, and never was
-            scene.tally.faults.append(str(error))
-        except KeyboardInterrupt:
-            scene.tally.faults.append(INTERRUPTED)
-        scene.count_ends()
+    with tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder:
+        scene = _scene(part, Path(folder), workers)
+        with _noting(scene.tally), scene:
+            with _noting(scene.tally):
+                part.play(scene, times=times or part.times, rng=rng)
+            scene.count_ends()
         return scene.tally
+
+
+@contextlib.contextmanager
+def _noting(tally: Tally) -> Iterator[None]:
+    """Add what ends the block early to the faults of a part, so that the parts before and after it are reported.
+
+    A suite that does not start in time is a fault, too.
+    """
+    try:
+        yield
+    except AssertionError as error:  # something was waited for, and never was
+        tally.faults.append(str(error))
+    except (TimeoutError, BottegaError) as error:
+        tally.faults.append(f"the part could not go on: {type(error).__name__} {error}".rstrip())
+    except KeyboardInterrupt:
+        tally.faults.append(INTERRUPTED)
 
 
 def _scene(part: Part, folder: Path, workers: tuple[str, ...]) -> Scene:
@@ -162,13 +175,12 @@ def _scene(part: Part, folder: Path, workers: tuple[str, ...]) -> Scene:
 
 def _play_pair(times: int, rng: random.Random) -> Tally:
     tally = Tally()
-    with tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder, WorkerPair(Path(folder), ENGINE) as pair:
-        try:
-            kill_peers(pair, tally, times=times or PEER_KILLS, rng=rng)
-        except AssertionError as error:  # something was waited for, and never was
-            tally.faults.append(str(error))
-        except KeyboardInterrupt:
-            tally.faults.append(INTERRUPTED)
+    with (
+        tempfile.TemporaryDirectory(prefix="bottega-chaos-") as folder,
+        _noting(tally),
+        WorkerPair(Path(folder), ENGINE) as pair,
+    ):
+        kill_peers(pair, tally, times=times or PEER_KILLS, rng=rng)
     return tally
 
 

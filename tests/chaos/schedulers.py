@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 
 import grpc
 
@@ -161,9 +160,11 @@ class SharedScene(Scene):
         }
         return terms[max(terms)]
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        super().__exit__(kind, error, at)
-        self._stack.close()
+    def _stop(self) -> None:
+        try:
+            super()._stop()
+        finally:
+            self._stack.close()
 
 
 def disturb_schedulers(scene: Scene, *, times: int, rng: random.Random) -> None:

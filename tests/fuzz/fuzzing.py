@@ -131,8 +131,8 @@ def fuzz(
         run = settings(hypothesis.seed(seed + tally.requests)(hypothesis.given(strategy)(answer_is_right)))
         try:
             run()
-        except Found as found:
-            tally.found.append(str(found))
+        except* Found as group:  # several if what was found did not come again (FlakyFailure)
+            tally.found += map(str, group.exceptions)
     return tally
 
 

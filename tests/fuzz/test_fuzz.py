@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import grpc
 import pytest
 
-from tests.fuzz.calls import SERVICES
+from tests.fuzz.calls import SERVICES, Outcome
 from tests.fuzz.case import Case
 from tests.fuzz.crowd import crowd
 from tests.fuzz.fuzzing import fuzz
@@ -78,3 +80,12 @@ def test_random_requests_over_http_get_answers_in_openais_form_and_no_500(house:
 def test_nothing_was_an_error_of_ours(house: House) -> None:
     assert house.errors() == []
     assert house.engines_lost() == 0
+
+
+def test_what_is_found_once_and_not_again_is_kept() -> None:
+    answers = iter([Outcome(code=grpc.StatusCode.INTERNAL, text="it broke")])
+    fine = Outcome(code=grpc.StatusCode.OK)
+    caller = SimpleNamespace(call=lambda method, raw: next(answers, fine))
+    house = cast("House", SimpleNamespace(caller=caller, dead=list, digest=""))
+    (found,) = fuzz(house, "ListModels", 5, seed=1).found
+    assert "INTERNAL: it broke" in found
