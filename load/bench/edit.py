@@ -171,7 +171,7 @@ def fill(
         whole = _over(by_side, DIFFUSERS, last, "seconds")
         rows.append((f"the whole edit, {last}", f"speedup_{name}{SIDES[last]}_whole", whole))
         allowed = forwards[share]["outputs"][0]["allowed"]
-        rows.append(("by operations, keys and values projected, at most", f"allowed_{name}", allowed))
+        rows.append(("by operations that are needed, keys and values projected", f"allowed_{name}", allowed))
         for caching, what in CACHINGS.items():
             over = _over(forwards[share], PLAIN, caching, "seconds")
             rows.append((f"one forward, {what} in memory", f"forward_{name}_{caching}", over))
