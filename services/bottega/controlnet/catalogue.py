@@ -223,14 +223,14 @@ class ControlNetCatalogue:
             raise _refused(f"the files of {path} are not those that were added as {name}; copy them to this machine")
         return path
 
-    async def add(self, name: str, folder: Path, *, share_as: str = "") -> None:
-        """Add a ControlNet and store it. Raises StorageUnavailable if it could not be stored.
+    async def add(self, name: str, folder: Path, *, share: bool = False) -> None:
+        """Add a ControlNet and store it, also in the shared catalogue if `share`.
 
-        Args:
-            share_as: Hash with which it is added to the shared catalogue, if there is one; "" to add it here alone.
+        Raises InvalidRequest if its files cannot be read, and StorageUnavailable and TooLarge if it is not stored.
         """
-        if self.shared is not None and share_as:
-            await self.shared.add(name, folder=self._below(folder), digest=share_as)
+        if self.shared is not None and share:
+            digest = await asyncio.to_thread(_digest_of, folder, self.root)
+            await self.shared.add(name, folder=self._below(folder), digest=digest)
         await self._database.transact(lambda connection: _ADDED.add(connection, [((name, str(folder)), ())]))
         self._added = {**self._added, name: str(folder)}
         self.left_out.pop(name, None)

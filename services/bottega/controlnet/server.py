@@ -177,8 +177,7 @@ class ControlNetServer:
             await asyncio.shield(self._first_hosting)
             self._engine.pin(self._catalogue.pinned)
         _log.info("a ControlNet was pinned" if pinned else "a ControlNet was unpinned", extra={"controlnet": name})
-        found = Hosted()
-        found.CopyFrom(next(net for net in self._hosted if net.name == name))
+        found = Hosted.FromString(next(net for net in self._hosted if net.name == name).SerializeToString())
         found.pinned = pinned
         return found
 
@@ -191,8 +190,9 @@ class ControlNetServer:
             path = await asyncio.to_thread(self._catalogue.checked, name, folder, digest)
             self._start_engine()
             await asyncio.shield(self._first_hosting)
-            hosted = await self._host(name, path)
-            await self._catalogue.add(name, path, share_as="" if digest else hosted.digest)
+            await self._inspector.inspect(name, path, self._catalogue.root)
+            await self._catalogue.add(name, path, share=not digest)  # first: what cannot be stored is not hosted
+            hosted = await self._engine.host(name, path, self._catalogue.root)
         self._refused.pop(name, None)
         self._hosts_now(hosted)
         _log.info("a ControlNet was added and is hosted", extra={"controlnet": name, "folder": str(path)})

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from bottega.adapter_rules import MAX_PROFILES
 from bottega.background_tasks import BackgroundTasks
 from bottega.controlnet.catalogue import MAX_CONTROLNETS, MAX_PROFILED, ControlNetCatalogue, is_full, read_profile
-from bottega.errors import BottegaError, InvalidRequest, Unavailable
+from bottega.errors import BottegaError, InvalidRequest, StorageUnavailable, Unavailable
 from bottega.storage.postgresql import Migration, PostgresDatabase, lock, rows_of
 from bottega.v1.hosted_pb2 import ResidualProfile
 
@@ -177,6 +177,8 @@ class CatalogueFollower:
         self._server = server
         self._failed: dict[str, tuple[SharedControlNet, str, float]] = {}
         """ControlNets that cannot be hosted, by name, with the reasons and the monotonic times of the last tries."""
+        self._unshared: dict[str, float] = {}
+        """ControlNets of this server that could not be shared, with the monotonic times of the next tries."""
         self._swept: tuple[Sequence[SharedControlNet], set[str]] = ((), set())
         self._readable = True
         self._wake = asyncio.Event()
@@ -230,16 +232,34 @@ class CatalogueFollower:
         for name, folder in self._catalogue.added.items():
             digest, net = digests.get(name), known.get(name)
             lacks_files = net is not None and self._shared.files is not None and not net.files and net.digest == digest
-            if digest is not None and (net is None or lacks_files):
-                await self._shared.add(name, folder=folder, digest=digest)
+            if digest is None or time.monotonic() < self._unshared.get(name, -math.inf):
+                continue
+            try:
+                if net is None or lacks_files:
+                    await self._shared.add(name, folder=folder, digest=digest)
+            except BottegaError as error:
+                if name not in self._unshared:
+                    facts = {"controlnet": name, "text": error.message}
+                    _log.error("a ControlNet that was added here cannot be shared; it is tried again", extra=facts)
+                self._unshared[name] = time.monotonic() + _RETRY_S
+                self._catalogue.left_out[name] = f"it is hosted here, but other servers cannot get it: {error.message}"
+            else:
+                if self._unshared.pop(name, None) is not None:
+                    self._catalogue.left_out.pop(name, None)
 
     async def _follow_profiles(self) -> None:
         hosted = self._server.hosted
         profiles = await self._shared.profiles_of(sorted({net.digest for net in hosted}))
         for net in hosted:
             for profile in profiles.get(net.digest, ()):
-                if profile not in net.profiles:
+                if profile in net.profiles:
+                    continue
+                try:
                     await self._server.set_profile(net.name, net.digest, profile, shared=True)
+                except BottegaError as error:
+                    facts = {"controlnet": net.name, "text": error.message}
+                    _log.warning("profiles of the shared catalogue cannot be stored; it is tried again", extra=facts)
+                    return
 
     async def _sweep(self, nets: Sequence[SharedControlNet]) -> None:
         """Delete files that are not needed any more, if something has changed."""
@@ -260,7 +280,8 @@ class CatalogueFollower:
             if not is_hosted:
                 await self._add(net)
         except BottegaError as error:
-            soon = isinstance(error, Unavailable)  # of the server itself, such as an engine that is starting
+            # Soon if the server itself is not ready, such as its engine.
+            soon = isinstance(error, Unavailable) and not isinstance(error, StorageUnavailable)
             self._failed[net.name] = (net, error.message, -math.inf if soon else time.monotonic())
             self._catalogue.left_out[net.name] = f"it is in the shared catalogue, but {error.message}"
             if error.message != reason:

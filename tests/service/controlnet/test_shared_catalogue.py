@@ -21,7 +21,7 @@ from bottega.controlnet.engine_client import ControlNetEngineClient, ControlNetI
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.server import ControlNetServer
 from bottega.controlnet.shared_catalogue import CatalogueFollower
-from bottega.errors import ConfigError, StorageUnavailable, TooLarge
+from bottega.errors import ConfigError, EngineStarting, StorageUnavailable, TooLarge
 from bottega.model_files.digest import controlnet_digest
 from bottega.process.engine_supervisor import EngineListener, EngineTimeouts
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineEvent, ControlNetEngineReady
@@ -37,8 +37,10 @@ class _Engine(ControlNetEngineClient):
 
     def __init__(self) -> None:
         super().__init__(ControlNetEngineConfig(), timeouts=EngineTimeouts(start_stall_s=1, hang_s=1, stall_s=1))
+        self.serves: set[str] = set()
 
     async def host(self, name: str, folder: Path, root: Path | None = None) -> Hosted:
+        self.serves.add(name)
         return Hosted(kind=kinds.CONTROLNET, name=name, digest=controlnet_digest(folder, root))
 
     async def watch(self, listener: EngineListener[ControlNetEngineReady, ControlNetEngineEvent]) -> None:
@@ -114,6 +116,12 @@ def _sha256(data: bytes) -> str:
 
 def _hosted(server: ControlNetServer) -> dict[str, str]:
     return {net.name: net.digest for net in server.hosted}
+
+
+def _served(server: ControlNetServer) -> set[str]:
+    """Return the names of the ControlNets that the server's engine has been told to host."""
+    assert isinstance(server._engine, _Engine)
+    return server._engine.serves
 
 
 def _left_out(server: ControlNetServer) -> dict[str, str]:
@@ -204,6 +212,7 @@ async def test_without_the_database_a_server_hosts_its_copy_and_adds_nothing(
         assert _hosted(one) == {"edges": edges}
         with pytest.raises(StorageUnavailable):
             await one.add("depth", "depth")
+        assert _served(one) == {"edges"}, "what is not stored is not hosted"
         await eventually(lambda: "goes on with its own copy" in caplog.text)
         server.execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS true")
         await eventually(lambda: "can be followed again" in caplog.text)
@@ -225,6 +234,42 @@ async def test_what_was_added_before_there_was_a_database_or_s3_is_shared(
         await eventually(lambda: _hosted(three) == {"edges": edges})
 
 
+async def test_one_that_cannot_be_shared_does_not_keep_a_server_from_following(
+    url: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_catalogue, "MAX_CONTROLNETS", 1)
+    async with _serving("one", "", root) as one:
+        await one.add("depth", "depth")
+    async with _serving("two", url, root) as two:
+        edges = (await two.add("edges", "edges")).digest
+        profile = ResidualProfile(model_hash="ab", num_inference_steps=20, similarity=0.995)
+        await two.set_profile("edges", edges, profile)
+    async with _serving("one", url, root) as one:
+        await eventually(
+            lambda: {net.name: list(net.profiles) for net in one.hosted} == {"depth": [], "edges": [profile]}
+        )
+        assert "other servers cannot get it: the shared catalogue has 1 " in _left_out(one)["depth"]
+
+
+async def test_only_what_the_server_itself_lacks_is_tried_again_at_once(
+    url: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[str] = []
+
+    async def add(self: ControlNetServer, name: str, folder: str, *, digest: str = "") -> Hosted:
+        tries.append(name)
+        raise EngineStarting("it starts") if name == "edges" else StorageUnavailable("the disk is full")
+
+    monkeypatch.setattr(shared_catalogue, "_LOOK_S", 0.01)
+    async with _serving("one", url, root) as one:
+        await one.add("edges", "edges")
+        await one.add("depth", "depth")
+    monkeypatch.setattr(ControlNetServer, "add", add)
+    async with _serving("two", url, root):
+        await eventually(lambda: tries.count("edges") >= 3)
+    assert tries.count("depth") == 1
+
+
 async def test_a_shared_catalogue_has_bounds_and_needs_a_root(
     url: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,6 +283,7 @@ async def test_a_shared_catalogue_has_bounds_and_needs_a_root(
         edges = (await one.add("edges", "edges")).digest
         with pytest.raises(TooLarge, match="the shared catalogue has"):
             await one.add("depth", "depth")
+        assert _served(one) == {"edges"}, "what is not stored is not hosted"
         assert (await one.add("edges", "edges")).digest == edges, "it replaces itself"
         shared = one._catalogue.shared
         assert shared is not None
