@@ -16,7 +16,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -74,7 +74,7 @@ class SharedControlNet:
     digest: str
     """Hash of its files, as in Hosted."""
     files: str
-    """Description of its files in S3; empty if they are not there."""
+    """Description of its files in S3; empty if they are not there, or not yet."""
 
 
 class SharedControlNetCatalogue:
@@ -110,9 +110,8 @@ class SharedControlNetCatalogue:
         await self.database.close()
 
     async def add(self, name: str, *, folder: str, digest: str) -> None:
-        """Add a ControlNet (see SharedControlNet), or replace that of its name. Raises TooLarge."""
+        """Add a ControlNet (see SharedControlNet), or replace that of its name, without files. Raises TooLarge."""
         await self.open()
-        files = "" if self.files is None else await asyncio.to_thread(self.files.upload, folder)
         async with self.database.transaction() as connection:
             await lock(connection, _COMPONENT)
             query = "SELECT count(*) FROM bottega_controlnets WHERE name <> %s"
@@ -120,11 +119,31 @@ class SharedControlNetCatalogue:
             if others >= MAX_CONTROLNETS:
                 raise is_full("the shared catalogue has")
             await connection.execute(
-                "INSERT INTO bottega_controlnets VALUES (%s, %s, %s, %s) ON CONFLICT (name)"
+                "INSERT INTO bottega_controlnets VALUES (%s, %s, %s, '') ON CONFLICT (name)"
                 " DO UPDATE SET (folder, digest, files) = (excluded.folder, excluded.digest, excluded.files)",
-                (name, folder, digest, files),
+                (name, folder, digest),
             )
             await connection.execute("SELECT pg_notify(%s, '')", (_CHANNEL,))
+
+    async def upload(self, name: str, *, folder: str, digest: str) -> None:
+        """Upload the files of a ControlNet to S3, unless it is replaced meanwhile. Takes minutes for some GiB."""
+        assert self.files is not None, "the caller has checked this"
+        files = await asyncio.to_thread(self.files.upload, folder)
+        async with self.database.transaction() as connection:
+            await lock(connection, _COMPONENT)
+            query = "UPDATE bottega_controlnets SET files = %s WHERE (name, digest) = (%s, %s)"
+            await connection.execute(query, (files, name, digest))
+            await connection.execute("SELECT pg_notify(%s, '')", (_CHANNEL,))
+
+    async def sweep(self, hosted: Collection[str]) -> None:
+        """Delete files that are not needed any more, here and in S3. hosted: hashes of what the server hosts."""
+        assert self.files is not None, "the caller has checked this"
+        objects = await asyncio.to_thread(self.files.unused_for_long)
+        async with self.database.transaction() as connection:
+            await lock(connection, _COMPONENT)  # so that nobody adds one meanwhile, and uploads these objects again
+            rows = await rows_of(connection, "SELECT digest, files FROM bottega_controlnets")
+            digests = {digest for digest, _ in rows}.union(hosted)
+            await asyncio.to_thread(self.files.sweep, digests, [files for _, files in rows], objects)
 
     async def set_profile(self, digest: str, profile: ResidualProfile) -> None:
         """Store a profile of the ControlNet with that digest. It replaces the one for the same base model."""
@@ -209,10 +228,10 @@ class CatalogueFollower:
     async def _look(self) -> None:
         try:
             nets = await self._shared.read()
-            await self._share_own({net.name: net for net in nets})
             for net in nets:
                 await self._host(net)
             await self._follow_profiles()
+            await self._share_own({net.name: net for net in nets})
             await self._sweep(nets)
         except BottegaError as error:
             if self._readable:
@@ -227,7 +246,7 @@ class CatalogueFollower:
             self._readable = True
 
     async def _share_own(self, known: Mapping[str, SharedControlNet]) -> None:
-        """Add what callers have added at this server before it had the database, or files from before there was S3."""
+        """Upload the files of what was added at this server, and add what was added before it had the database."""
         digests = {net.name: net.digest for net in self._server.hosted}
         for name, folder in self._catalogue.added.items():
             digest, net = digests.get(name), known.get(name)
@@ -235,8 +254,10 @@ class CatalogueFollower:
             if digest is None or time.monotonic() < self._unshared.get(name, -math.inf):
                 continue
             try:
-                if net is None or lacks_files:
+                if net is None:
                     await self._shared.add(name, folder=folder, digest=digest)
+                elif lacks_files:
+                    await self._shared.upload(name, folder=folder, digest=digest)
             except BottegaError as error:
                 if name not in self._unshared:
                     facts = {"controlnet": name, "text": error.message}
@@ -265,9 +286,7 @@ class CatalogueFollower:
         """Delete files that are not needed any more, if something has changed."""
         hosted = {net.digest for net in self._server.hosted}
         if self._shared.files is not None and self._swept != (nets, hosted):
-            digests = hosted | {net.digest for net in nets}
-            described = [net.files for net in nets if net.files]
-            await asyncio.to_thread(self._shared.files.sweep, digests, described)
+            await self._shared.sweep(hosted)
             self._swept = nets, hosted
 
     async def _host(self, net: SharedControlNet) -> None:
@@ -295,8 +314,10 @@ class CatalogueFollower:
         """Make the server host a ControlNet from its own files, else from a copy of those in S3."""
         try:
             await self._server.add(net.name, net.folder, digest=net.digest)
-        except InvalidRequest:
-            if self._shared.files is None or not net.files:
+        except InvalidRequest as error:
+            if self._shared.files is None:
                 raise
+            if not net.files:
+                raise InvalidRequest(f"{error.message}; its files are not in S3 yet") from None
             folder = await asyncio.to_thread(self._shared.files.fetch, net.digest, net.files)
             await self._server.add(net.name, folder, digest=net.digest)

@@ -11,14 +11,14 @@ import re
 import shutil
 import tempfile
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from pydantic import TypeAdapter, ValidationError
 
 from bottega.errors import DataLoss, Unavailable
-from bottega.model_files.digest import controlnet_files, file_digest
+from bottega.model_files.digest import controlnet_digest, controlnet_files, file_digest
 from bottega.storage import os_errors
 from bottega.storage.folders import make, open_below
 from bottega.storage.objects import s3_location
@@ -59,7 +59,7 @@ class SharedFiles:
         self._closed = threading.Event()
 
     def close(self) -> None:
-        """Let copies that are being made end soon, with an error."""
+        """Let uploads and copies that are being made end soon, with an error."""
         self._closed.set()
 
     def open(self) -> None:
@@ -75,6 +75,7 @@ class SharedFiles:
         files = []
         with os_errors.translated():
             for path in controlnet_files(found):
+                self._check_open()
                 with open_below(path, self._root) as file:
                     opened = Path(f"/proc/self/fd/{file.fileno()}")
                     sha256, size_bytes = file_digest(opened), opened.stat().st_size
@@ -83,7 +84,7 @@ class SharedFiles:
         return _FILES.dump_json(tuple(files)).decode()
 
     def fetch(self, digest: str, description: str) -> str:
-        """Copy the files of a ControlNet below the root, unless they are there; return their folder relative to it.
+        """Copy the files of a ControlNet below the root, unless it has them whole; return their folder in it.
 
         Raises DataLoss if an object is not the file that was uploaded. The caller compares the digest.
         """
@@ -91,6 +92,8 @@ class SharedFiles:
             raise _damaged()
         place = self._copies / digest
         with os_errors.translated():
+            if place.is_dir() and not self._is_whole(place, digest):
+                shutil.rmtree(place)
             if not place.is_dir():
                 make(self._copies)
                 with tempfile.TemporaryDirectory(prefix=_INCOMING, dir=self._copies) as incoming:
@@ -100,20 +103,36 @@ class SharedFiles:
                     whole.rename(place)
         return f"{_FOLDER}/{digest}"
 
-    def sweep(self, digests: Collection[str], descriptions: Collection[str]) -> None:
+    def unused_for_long(self) -> Sequence[str]:
+        """Return the objects that were written so long ago that those without a ControlNet are not needed."""
+        return [item.name for item in self._objects.objects() if item.age_s > _UNUSED_S]
+
+    def sweep(self, digests: Collection[str], descriptions: Collection[str], objects: Collection[str]) -> None:
         """Delete copies and objects of ControlNets that are not in the catalogue any more.
 
         Args:
             digests: Hashes of all ControlNets in the catalogue, and of those that the server hosts.
-            descriptions: Results of `upload` for all of them.
+            descriptions: Results of `upload` for all in the catalogue; "" of those whose files are not uploaded yet.
+            objects: Result of `unused_for_long`.
         """
-        used = {file.sha256 for description in descriptions for file in _files(description)}
-        found = self._objects.objects() if used else ()  # of an empty database, others may know better
-        self._objects.remove([item.name for item in found if item.name not in used and item.age_s > _UNUSED_S])
+        # Of an empty database, others may know better. An upload may be writing objects that have been there before.
+        if descriptions and all(descriptions):
+            used = {file.sha256 for description in descriptions for file in _files(description)}
+            self._objects.remove(set(objects) - used)
         with os_errors.translated():
             for copy in self._copies.glob("[0-9a-f]*"):
                 if copy.name not in digests:
                     shutil.rmtree(copy)
+
+    def _is_whole(self, copy: Path, digest: str) -> bool:
+        try:
+            return controlnet_digest(copy, self._root) == digest
+        except (OSError, ValueError):  # of a file that is lacking or damaged
+            return False
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise Unavailable("the ControlNet server is stopping")
 
     def _copy(self, file: SharedFile, target: Path) -> None:
         hashed = hashlib.sha256()
@@ -122,8 +141,7 @@ class SharedFiles:
             for part in self._objects.parts(file.sha256, file.size_bytes):
                 copy.write(part)
                 hashed.update(part)
-                if self._closed.is_set():
-                    raise Unavailable("the ControlNet server is stopping")
+                self._check_open()
         if hashed.hexdigest() != file.sha256:
             raise DataLoss(f"the object of {file.path} in S3 is damaged; add the ControlNet again")
 

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import hashlib
 import shutil
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -20,7 +21,8 @@ from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
 from bottega.controlnet.engine_client import ControlNetEngineClient, ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.server import ControlNetServer
-from bottega.controlnet.shared_catalogue import CatalogueFollower
+from bottega.controlnet.shared_catalogue import CatalogueFollower, SharedControlNetCatalogue
+from bottega.controlnet.shared_files import SharedFiles
 from bottega.errors import ConfigError, EngineStarting, StorageUnavailable, TooLarge
 from bottega.model_files.digest import controlnet_digest
 from bottega.process.engine_supervisor import EngineListener, EngineTimeouts
@@ -29,7 +31,7 @@ from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
 from tests.fakes.listening import FakeListening
 from tests.support.postgresql import new_database, shared_server
 from tests.support.s3 import S3Server
-from tests.support.waiting import eventually
+from tests.support.waiting import EVENTUALLY_S, eventually
 
 
 class _Engine(ControlNetEngineClient):
@@ -110,6 +112,14 @@ async def _serving(name: str, url: str, root: Path, **config: object) -> AsyncIt
         await server.stop()
 
 
+@contextlib.asynccontextmanager
+async def _closing(shared: SharedControlNetCatalogue) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await shared.close()
+
+
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
@@ -122,6 +132,12 @@ def _served(server: ControlNetServer) -> set[str]:
     """Return the names of the ControlNets that the server's engine has been told to host."""
     assert isinstance(server._engine, _Engine)
     return server._engine.serves
+
+
+async def _has_all_files(server: ControlNetServer) -> bool:
+    shared = server._catalogue.shared
+    assert shared is not None
+    return all(net.files for net in await shared.read())
 
 
 def _left_out(server: ControlNetServer) -> dict[str, str]:
@@ -189,6 +205,7 @@ async def test_servers_without_a_common_folder_get_the_files_from_s3(
         depth = (await one.add("depth", "depth")).digest
         monkeypatch.setattr(shared_files, "_UNUSED_S", -1.0)
         await one.add("pose", "depth")
+        await eventually(lambda: _has_all_files(one))
         await eventually(lambda: len(s3_server.keys(bucket)) == 4)  # the configurations are equal
         (key,) = [key for key in s3_server.keys(bucket) if key.endswith(_sha256(b"depth"))]
         s3_server.put(bucket, key, b"dePth")
@@ -196,6 +213,66 @@ async def test_servers_without_a_common_folder_get_the_files_from_s3(
         assert _hosted(two) == {"edges": second}, "its copy"
         await eventually(lambda: "the object of weights.safetensors in S3 is damaged" in str(_left_out(two)))
         assert not list((other / "shared").glob(f"*{depth}*"))
+
+
+async def test_an_addition_does_not_wait_for_the_upload_of_its_files(
+    url: str, root: Path, tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_upload, upload = threading.Event(), SharedFiles.upload
+
+    def late(self: SharedFiles, folder: str) -> str:
+        assert may_upload.wait(EVENTUALLY_S)
+        return upload(self, folder)
+
+    monkeypatch.setattr(SharedFiles, "upload", late)
+    objects, other = f"s3://{s3_server.bucket()}/nets", tmp_path / "other" / "root"
+    other.mkdir(parents=True)
+    config = {"objects": objects}
+    async with _serving("one", url, root, **config) as one, _serving("two", url, other, **config) as two:
+        edges = (await one.add("edges", "edges")).digest
+        await eventually(lambda: "its files are not in S3 yet" in _left_out(two).get("edges", ""))
+        may_upload.set()
+        await eventually(lambda: _hosted(two) == {"edges": edges})
+        assert not _left_out(two)
+    (other / "shared" / edges / "weights.safetensors").write_text("damaged")
+    async with _serving("two", url, other, **config) as two:
+        await eventually(lambda: _hosted(two) == {"edges": edges}, "a repaired copy")
+
+
+async def test_files_of_a_controlnet_that_is_added_during_a_sweep_stay(
+    url: str, root: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_files, "_UNUSED_S", -1.0)
+    bucket = s3_server.bucket()
+    files = SharedFiles(f"s3://{bucket}/nets", root)
+    shared = SharedControlNetCatalogue(url, files)
+    async with _closing(shared):
+        for name in ("edges", "depth"):
+            await asyncio.to_thread(files.upload, name)
+        await shared.add("edges", folder="edges", digest="1")
+        await shared.upload("edges", folder="edges", digest="1")
+        listed, may_sweep, find = threading.Event(), threading.Event(), files.unused_for_long
+
+        def slowly() -> Sequence[str]:
+            found = find()
+            listed.set()
+            assert may_sweep.wait(EVENTUALLY_S)
+            return found
+
+        monkeypatch.setattr(files, "unused_for_long", slowly)
+        sweep = asyncio.create_task(shared.sweep(()))
+        assert await asyncio.to_thread(listed.wait, EVENTUALLY_S)
+        await shared.add("depth", folder="depth", digest="2")
+        may_sweep.set()
+        await sweep
+        assert len(s3_server.keys(bucket)) == 3, "its upload may have begun"
+        await shared.upload("depth", folder="depth", digest="2")
+        await shared.sweep(())
+        assert len(s3_server.keys(bucket)) == 3
+        await shared.add("edges", folder="depth", digest="2")
+        await shared.upload("edges", folder="depth", digest="2")
+        await shared.sweep(())
+        assert len(s3_server.keys(bucket)) == 2
 
 
 async def test_without_the_database_a_server_hosts_its_copy_and_adds_nothing(
