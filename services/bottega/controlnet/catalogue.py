@@ -152,11 +152,6 @@ class ControlNetCatalogue:
         self.pinned: frozenset[str] = frozenset()
         """Names of the ControlNets that are kept in memory, whether they are hosted or not."""
 
-    @property
-    def place(self) -> str:
-        """Host, port and name of the database with the shared catalogue; empty if there is none."""
-        return self.shared.database.place if self.shared is not None else ""
-
     async def open(self) -> None:
         """Open the catalogue's file, and read the ControlNets added by callers.
 

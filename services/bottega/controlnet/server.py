@@ -68,7 +68,7 @@ class ControlNetServer:
     ) -> None:
         self.name = config.name or f"{kinds.CONTROLNET}-{socket.gethostname()}-{os.getpid()}"
         self.budget_bytes = config.engine.budget_bytes
-        self.root, self.catalogue_place = str(catalogue.root or ""), catalogue.place
+        self.root, self.shared_catalogue = str(catalogue.root or ""), catalogue.shared
         self._config = config
         self._catalogue = catalogue
         self._profiles = profiles

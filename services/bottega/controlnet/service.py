@@ -44,7 +44,7 @@ class ControlNetService(controlnet_pb2_grpc.ControlNetServiceServicer):
             controlnets=server.hosted,
             budget_bytes=server.budget_bytes,
             root=server.root,
-            catalogue=server.catalogue_place,
+            catalogue=server.shared_catalogue.identity if server.shared_catalogue else "",
         )
 
     async def AddControlNet(self, request: pb.AddControlNetRequest, _context: _Context) -> pb.AddControlNetResponse:

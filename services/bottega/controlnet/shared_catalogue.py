@@ -44,6 +44,12 @@ _MIGRATIONS = (
             profile bytea NOT NULL, UNIQUE (digest, model_hash))
         """
     ),
+    Migration(
+        statements="""
+        CREATE TABLE bottega_controlnet_catalogue (id text NOT NULL);
+        INSERT INTO bottega_controlnet_catalogue VALUES (left(replace(gen_random_uuid()::text, '-', ''), 12))
+        """
+    ),
 )
 _PROFILES = "bottega_controlnet_profiles"
 _DROP_PROFILES = f"""
@@ -90,6 +96,8 @@ class SharedControlNetCatalogue:
     def __init__(self, url: str, files: SharedFiles | None = None) -> None:
         self.files = files
         self.database = PostgresDatabase(url, application="bottega ControlNet server", max_connections=2)
+        self.identity = ""
+        """The same for all servers that share the catalogue, such as bottega/0c2f9d5be811; empty before `open`."""
         self._migrated = False
 
     async def open(self) -> None:
@@ -100,6 +108,8 @@ class SharedControlNetCatalogue:
         if not self._migrated:
             await self.database.open()
             await self.database.migrate(_COMPONENT, _MIGRATIONS)
+            query = "SELECT current_database() || '/' || id FROM bottega_controlnet_catalogue"
+            ((self.identity,),) = await self.database.fetch(query)
             if self.files is not None:
                 await asyncio.to_thread(self.files.open)
             self._migrated = True

@@ -85,12 +85,12 @@ async def test_a_folder_is_added_at_every_server_or_at_one(fleet: Running, tmp_p
 async def test_one_of_the_servers_that_share_a_catalogue_is_asked_to_add(fleet: Running) -> None:
     servers = [await fleet.controlnets(name, hosted("edges")) for name in ("s1", "s2", "s3")]
     for server in servers[:2]:
-        server.catalogue = "db:5432/bottega"
+        server.catalogue = "bottega/0c2f"
     servers[0].failure = errors.InvalidRequest("there is no such folder")
     result = await run_at(fleet, "controlnets", "add", "depth", "nets/depth")
     assert result.exit_code == 0, result.output
     assert [line.split(",")[0] for line in result.stdout.splitlines()] == ["s2 hosts depth", "s3 hosts depth"]
-    assert "Other servers with the database db:5432/bottega host it soon, too." in result.stderr
+    assert "Other servers that share the catalogue bottega/0c2f host it soon, too." in result.stderr
     servers[0].failure = None
     await run_at(fleet, "controlnets", "add", "pose", "nets/pose")
     assert [[name for name, _ in server.added] for server in servers] == [["pose"], ["depth"], ["depth", "pose"]]

@@ -9,6 +9,7 @@ import shutil
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
+from unittest.mock import AsyncMock
 from urllib.parse import urlsplit
 
 import pytest
@@ -21,11 +22,13 @@ from bottega.controlnet.config import ControlNetConfig, ControlNetEngineConfig
 from bottega.controlnet.engine_client import ControlNetEngineClient, ControlNetInspector
 from bottega.controlnet.metrics import ControlNetMetrics
 from bottega.controlnet.server import ControlNetServer
+from bottega.controlnet.service import ControlNetService
 from bottega.controlnet.shared_catalogue import CatalogueFollower, SharedControlNetCatalogue
 from bottega.controlnet.shared_files import SharedFiles
 from bottega.errors import ConfigError, EngineStarting, StorageUnavailable, TooLarge
 from bottega.model_files.digest import controlnet_digest
 from bottega.process.engine_supervisor import EngineListener, EngineTimeouts
+from bottega.v1 import controlnet_pb2
 from bottega.v1.controlnet_engine_pb2 import ControlNetEngineEvent, ControlNetEngineReady
 from bottega.v1.hosted_pb2 import Hosted, ResidualProfile
 from tests.fakes.listening import FakeListening
@@ -345,6 +348,22 @@ async def test_only_what_the_server_itself_lacks_is_tried_again_at_once(
     async with _serving("two", url, root):
         await eventually(lambda: tries.count("edges") >= 3)
     assert tries.count("depth") == 1
+
+
+async def test_only_servers_of_one_database_name_the_same_catalogue(url: str, root: Path) -> None:
+    async def named(server: str) -> str:
+        request, context = controlnet_pb2.ListControlNetsRequest(), AsyncMock()
+        async with _serving(server, url, root) as one:
+            await eventually(lambda: bool(one.shared_catalogue and one.shared_catalogue.identity))
+            return (await ControlNetService(one).ListControlNets(request, context)).catalogue
+
+    database = urlsplit(url).path[1:]
+    first = await named("one")
+    assert first.startswith(f"{database}/")
+    assert await named("two") == first
+    for statement in (f"DROP DATABASE {database} WITH (FORCE)", f"CREATE DATABASE {database} TEMPLATE template0"):
+        shared_server().execute(statement)
+    assert await named("three") != first, "another database with the same host, port and name"
 
 
 async def test_a_shared_catalogue_has_bounds_and_needs_a_root(

@@ -140,7 +140,7 @@ def add(*, name: str, folder: str, server: str | None, revision: str | None, add
         if one.error is None:
             say(f"{one.server} hosts {name}, {size_text(one.size_bytes)}")
             if one.catalogue:
-                note(f"Other servers with the database {one.catalogue} host it soon, too.")
+                note(f"Other servers that share the catalogue {one.catalogue} host it soon, too.")
     _fail_where_refused(name, added)
 
 

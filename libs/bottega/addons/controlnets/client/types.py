@@ -65,7 +65,7 @@ class AddedControlNet:
     error: BottegaError | None = None
     """Why the server does not host the ControlNet; None if it does."""
     catalogue: str = ""
-    """Database of the catalogue that the server shares: others with it host the ControlNet soon, too. Empty if none."""
+    """Name of the catalogue that the server shares: others with it host the ControlNet soon, too. Empty if none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
