@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -142,7 +143,8 @@ def write_gradient(file: Path, side: int, *, turns: int = 0) -> Path:
 
 
 def silence() -> None:
-    """Show no progress bars, and no warnings about a cast that is meant."""
+    """Show no progress bars, and no warnings about a cast that is meant or what Diffusers does itself."""
+    warnings.filterwarnings("ignore", "`FluxPosEmbed` is deprecated", FutureWarning)
     diffusers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 

@@ -3,8 +3,8 @@
 The suite with one ControlNet against serial Diffusers. Worker and server have a core and a thread each, the reference
 has one; it runs the ControlNet first and then the UNet. The ideal follows from the parts' own times: the ControlNet
 runs while the encoder half does. Beside it stands what is left of it where both cores compute at once, as they share
-caches and memory. With `--topology sd3`, the ControlNet runs while the whole transformer does, each of whose blocks
-waits for one residual.
+caches and memory. With `--topology sd3` or `flux`, the ControlNet runs while the whole transformer does, each of whose
+blocks waits for one residual.
 
 Then, for SDXL, the same over TCP behind a relay that is slowed down to where waiting for every step's residuals gains
 little, against steps that go on with those of the step before; and how often the embedded model's pictures follow their
@@ -44,6 +44,10 @@ from load.bench.transformer_model import TransformerShape, write_transformer_con
 
 # The encoder half of a guided step takes more than 100 ms with one thread.
 SHAPE = BenchShape(block_out_channels=(64, 128, 256), transformer_layers=(1, 4), sample_size=32)
+TRANSFORMERS = {
+    "sd3": TransformerShape(),
+    "flux": TransformerShape(heads=3, blocks=8, single_blocks=16, control_blocks=4, control_single_blocks=8),
+}
 WARM_UPS = 2
 # A step's residuals take about three times as long as its encoder half then.
 FOLLOW_BYTES_PER_S = 8e6
@@ -56,7 +60,7 @@ BENCH = Bench(
     Option("--rounds", 15, "of the parts alone", smallest=1),
     Option("--cases", CASES, "in which pictures shall follow; 0 leaves them out", smallest=1),
     Option("--only-near", False, "leave the slow link out"),
-    Option("--topology", "sdxl", "of the model; of sd3 only near", choices=("sdxl", "sd3")),
+    Option("--topology", "sdxl", "of the model; of transformers only near", choices=("sdxl", "sd3", "flux")),
     Option("--slow-gain", 1.1, "what waiting for every step gains on the slow link"),
 )
 
@@ -64,18 +68,18 @@ BENCH = Bench(
 @BENCH.measure
 def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
     """Measure the parts, both sides near each other, then the slow link."""
-    model, only_near = folder / "model", options.only_near or options.topology == "sd3"
+    model, only_near = folder / "model", options.only_near or options.topology != "sdxl"
     net, side = _write(options, model, folder / "net")
     image = write_gradient(folder / "image.png", side)
-    if options.topology == "sd3":
-        sheet.bench = "controlnet-sd3"
-    requests = _Requests(model, net, image, options)
+    if options.topology != "sdxl":
+        sheet.bench = f"controlnet-{options.topology}"
+    requests = _Requests(model, net, image, side, options)
     with pinned(0):
-        reference = Side(serial, threads=1, model=model, net=net)
+        reference = Side(serial, threads=1, model=model, net=net, side=side)
     with reference:
         values = {**reference.ask(rounds=options.rounds)}
         with pinned(1):
-            other = Side(serial, threads=1, model=model, net=net)
+            other = Side(serial, threads=1, model=model, net=net, side=side)
         with other, ThreadPoolExecutor(2) as pool:
             both = list(pool.map(lambda side: side.ask(rounds=options.rounds), (reference, other)))
         values |= {f"{name.removesuffix('_s')}_beside_s": mean(parts[name] for parts in both) for name in PARTS}
@@ -90,8 +94,8 @@ def measure(options: argparse.Namespace, folder: Path, sheet: Sheet) -> None:
 
 def _write(options: argparse.Namespace, model: Path, net: Path) -> tuple[Path, int]:
     """Write the model and a ControlNet; return the ControlNet's folder and the pixels a side of a picture."""
-    if options.topology == "sd3":
-        transformer = TransformerShape().for_run(smallest=options.smallest)
+    if options.topology != "sdxl":
+        transformer = TRANSFORMERS[options.topology].for_run(smallest=options.smallest)
         write_transformer_model(model, transformer)
         return write_transformer_controlnet(net, transformer, seed=1), transformer.side
     shape = SHAPE.for_run(smallest=options.smallest)
@@ -115,10 +119,11 @@ def _running(folder: Path, model: str, net: Path, links: Mapping[str, object] | 
 class _Requests:
     """Pictures with one ControlNet."""
 
-    def __init__(self, model: Path, net: Path, image: Path, options: argparse.Namespace) -> None:
+    def __init__(self, model: Path, net: Path, image: Path, side: int, options: argparse.Namespace) -> None:
         self._model = model
         self._net = net
         self._image = image
+        self._side = side
         self._options = options
 
     def near(self, folder: Path, reference: Side) -> dict[str, float]:
@@ -190,12 +195,14 @@ class _Requests:
             "seed": seed,
             "num_inference_steps": self._options.steps,
             "guidance_scale": GUIDANCE_SCALE,
+            "width": self._side,
+            "height": self._side,
             "controlnets": [ControlNet("edges", self._image, controlnet_conditioning_scale=0.8)],
             "timeout_s": 600,
         }
 
 
-def serial(*, model: str, net: str) -> Answer:
+def serial(*, model: str, net: str, side: int) -> Answer:
     """Make stock Diffusers with one ControlNet, one part after the other.
 
     It answers {"image", "seed", "steps"} with the seconds of a step, and {"rounds"} with those of each part of a guided
@@ -205,8 +212,8 @@ def serial(*, model: str, net: str) -> Answer:
 
     def answer(*, rounds: int = 0, image: str = "", seed: int = 0, steps: int = 0) -> Mapping[str, float]:
         if rounds:
-            return measure_parts(stock.pipeline, net, rounds)
-        return stock.draw(prompts=[PROMPT], seeds=[seed], steps=steps, nets=[net], images=[[image]])
+            return measure_parts(stock.pipeline, net, side, rounds)
+        return stock.draw(prompts=[PROMPT], seeds=[seed], steps=steps, size=side, nets=[net], images=[[image]])
 
     return answer
 

@@ -54,9 +54,10 @@ def controlnet_classes(pipeline: Any) -> tuple[Any, Any]:
     """Return the classes of the ControlNets for a pipeline's network, and of a pipeline with them."""
     import diffusers
 
-    network, kind = ("", "XL") if hasattr(pipeline, "unet") else ("SD3", "3")
-    found = f"{network}ControlNetModel", f"StableDiffusion{kind}ControlNetPipeline"
-    return getattr(diffusers, found[0]), getattr(diffusers, found[1])
+    name = type(pipeline).__name__
+    series = {"StableDiffusion3Pipeline": "SD3", "FluxPipeline": "Flux"}.get(name, "")
+    kind = name.replace("Pipeline", "ControlNetPipeline")
+    return getattr(diffusers, f"{series}ControlNetModel"), getattr(diffusers, kind)
 
 
 def control_argument(pipeline: Any) -> str:
@@ -79,6 +80,7 @@ class Stock:
     def __init__(self, model: str) -> None:
         # PEFT's, of every LoRA beside another one.
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        warnings.filterwarnings("ignore", message="`FluxPosEmbed` is deprecated")  # Diffusers uses it itself.
         self.pipeline = stock_pipeline(model)
         self._is_flux = type(self.pipeline).__name__ == "FluxPipeline"
         self._nets: dict[str, Any] = {}

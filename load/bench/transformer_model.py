@@ -1,14 +1,16 @@
-"""Model folders of transformers with random weights, and a ControlNet of Stable Diffusion 3, for measuring speed."""
+"""Model folders of transformers with random weights, and their ControlNets, for measuring speed."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
     AutoencoderKL,
     FlowMatchEulerDiscreteScheduler,
+    FluxControlNetModel,
     FluxPipeline,
     FluxTransformer2DModel,
     SD3ControlNetModel,
@@ -45,6 +47,8 @@ class TransformerShape:
     """Blocks of Flux.1 with the same layers for the tokens of picture and prompt."""
     control_blocks: int = 6
     """Joint blocks of the ControlNet, half as many as in those that are published."""
+    control_single_blocks: int = 0
+    """Single blocks of the ControlNet."""
     sample_size: int = 32
     """Latent elements a side."""
     latent_scale: int = 8
@@ -56,8 +60,17 @@ class TransformerShape:
         return self.sample_size * self.latent_scale
 
     @property
-    def config(self) -> dict[str, int]:
+    def config(self) -> dict[str, Any]:
         """Arguments that the transformer and the ControlNet have in common."""
+        if self.single_blocks:
+            return {
+                "in_channels": 4 * _CHANNELS,
+                "attention_head_dim": sum(_AXES),
+                "num_attention_heads": self.heads,
+                "joint_attention_dim": _TEXT.text_width,
+                "pooled_projection_dim": _TEXT.text_width,
+                "axes_dims_rope": _AXES,
+            }
         return {
             "sample_size": self.sample_size,
             "in_channels": _CHANNELS,
@@ -72,8 +85,10 @@ class TransformerShape:
 
     def for_run(self, *, smallest: bool) -> TransformerShape:
         """Return this shape; for a smallest run, one with as few weights as there may be."""
-        single_blocks = min(1, self.single_blocks)
-        return replace(self, heads=1, blocks=2, control_blocks=1, single_blocks=single_blocks) if smallest else self
+        if not smallest:
+            return self
+        model, net = min(1, self.single_blocks), min(1, self.control_single_blocks)
+        return replace(self, heads=1, blocks=2, single_blocks=model, control_blocks=1, control_single_blocks=net)
 
 
 def write_transformer_model(folder: Path, shape: TransformerShape, seed: int = 0) -> None:
@@ -117,14 +132,7 @@ def _flux(shape: TransformerShape, vae: AutoencoderKL) -> FluxPipeline:
     width = _TEXT.text_width
     return FluxPipeline(
         transformer=FluxTransformer2DModel(
-            in_channels=4 * _CHANNELS,
-            num_layers=shape.blocks,
-            num_single_layers=shape.single_blocks,
-            attention_head_dim=sum(_AXES),
-            num_attention_heads=shape.heads,
-            joint_attention_dim=width,
-            pooled_projection_dim=width,
-            axes_dims_rope=_AXES,
+            num_layers=shape.blocks, num_single_layers=shape.single_blocks, **shape.config
         ),
         scheduler=FlowMatchEulerDiscreteScheduler(),
         vae=vae,
@@ -140,8 +148,15 @@ def _flux(shape: TransformerShape, vae: AutoencoderKL) -> FluxPipeline:
 def write_transformer_controlnet(folder: Path, shape: TransformerShape, *, seed: int) -> Path:
     """Write a ControlNet with random residuals, in half precision; return its folder."""
     with seeded(seed):
-        network = SD3ControlNetModel(num_layers=shape.control_blocks, **shape.config)
-        for layer in (*network.controlnet_blocks, network.pos_embed_input.proj):
+        network: Any
+        if shape.single_blocks:
+            singles = shape.control_single_blocks
+            network = FluxControlNetModel(num_layers=shape.control_blocks, num_single_layers=singles, **shape.config)
+            zeros = (*network.controlnet_blocks, *network.controlnet_single_blocks, network.controlnet_x_embedder)
+        else:
+            network = SD3ControlNetModel(num_layers=shape.control_blocks, **shape.config)
+            zeros = (*network.controlnet_blocks, network.pos_embed_input.proj)
+        for layer in zeros:
             nn.init.normal_(layer.weight, std=0.01)
     network.half().save_pretrained(folder, safe_serialization=True)
     return folder

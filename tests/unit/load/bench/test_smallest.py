@@ -20,7 +20,7 @@ NAMES = sorted(path.stem for path in _FOLDER.glob("*.py") if "\nBENCH = Bench(" 
 QUICK = {"controlnet_cache"}
 # Further options of some, which have another way to run.
 OTHER_RUNS = (
-    *("controlnet --topology sd3", "edit --topology sd3", "edit --topology flux"),
+    *("controlnet --topology sd3", "controlnet --topology flux", "edit --topology sd3", "edit --topology flux"),
     "mixed_sizes --topology flux",
 )
 # They write a sheet of pictures, or a page.
