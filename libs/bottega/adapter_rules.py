@@ -81,6 +81,11 @@ def list_modes(count: int | None = None, base: str = "") -> str:
     return ", ".join([*named, *_numbers(len(named), count or 0)])
 
 
+def list_all_modes() -> str:
+    """Return the names and numbers of the modes of all kinds of unions, for errors where the model is not known."""
+    return f"{list_modes()}; with Flux.1 {list_modes(base=_FLUX_BASE)}"
+
+
 def refused_mode(name: str, mode: int | str | None, modes: int, base: str) -> str:
     """Return why a ControlNet cannot be used with a mode; empty if it can.
 
@@ -237,8 +242,7 @@ def _check_modes(nets: Sequence[ControlNet]) -> Iterator[Violation]:
     for index, net in enumerate(nets):
         path = f"spec.controlnets[{index}]"
         if net.control_mode and not is_mode(net.control_mode):
-            rule = f"must be one of {list_modes()}; with Flux.1 {list_modes(base=_FLUX_BASE)}"
-            yield Violation(field=f"{path}.control_mode", description=rule)
+            yield Violation(field=f"{path}.control_mode", description=f"must be one of {list_all_modes()}")
         if together and net.guess_mode != nets[0].guess_mode:
             rule = "must be that of the first image: a union computes its images together"
             yield Violation(field=f"{path}.guess_mode", description=rule)

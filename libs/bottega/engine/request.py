@@ -80,7 +80,8 @@ class Request:
         sources = sources or Sources()
         self.sources_finite = [source.finite for source in (sources.image, sources.masked_image) if source is not None]
         """Whether each encoded source has neither NaN nor infinity."""
-        self._image: Tensor | None = None
+        # The mask and the masked image that an inpainting model reads beside the latent; None for other models.
+        self.image: Tensor | None = None
         self._step_caches = StepCaches(enabled=spec.step_caching and spec.edit is None and model.unet is None)
         self.model = model
         self._conditions = conditions
@@ -268,7 +269,7 @@ class Request:
                 sample=sample,
                 timestep=self._sampler.timestep(self.evaluation),
                 embeds=embeds,
-                image=self._image,
+                image=self.image,
                 controls=tuple(control.handle for control in active if half in control.halves),
                 loras=self.loras_now,
                 activations=self.activations.row(half) if self.activations is not None else None,
@@ -314,7 +315,7 @@ class Request:
             sampler=self._sampler.state(),
             image_latent=None if self.edit is None else self.edit.image_latent,
             noise=None if self.edit is None else self.edit.noise,
-            image=None if self._image is None else self._image[self.model.mask_channels :],
+            image=None if self.image is None else self.image[self.model.mask_channels :],
             step_caches=dict(self._step_caches.state()),
         )
 
@@ -367,11 +368,11 @@ class Request:
         source = self._draw_source(image) if image is not None and uses_image else None
         noise = self._draw(self._shape)
         if mask is None or masked_image is None:
-            self._image = torch.zeros(
+            self.image = torch.zeros(
                 self.model.image_channels, *self._shape[2:], device=self.model.device, dtype=self.model.dtype
             )
         else:
-            self._image = torch.cat([mask, self._draw_source(masked_image)], dim=1)[0].contiguous()
+            self.image = torch.cat([mask, self._draw_source(masked_image)], dim=1)[0].contiguous()
         if source is None:
             return noise * self._sampler.init_noise_sigma
         if mask is not None and self.model.mask_channels > 1:
@@ -391,7 +392,7 @@ class Request:
 
     def _resumed_edit(self, state: RequestState, mask: Tensor | None) -> Edit | None:
         if state.image is not None and mask is not None:
-            self._image = torch.cat([mask[0], self.model.runtime.to_device(state.image, self.model.dtype)])
+            self.image = torch.cat([mask[0], self.model.runtime.to_device(state.image, self.model.dtype)])
         if mask is None or state.image_latent is None or state.noise is None:
             return None
         to_device = self.model.runtime.to_device

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bottega.model_files.controlnet_config import TEXT_TIME, AnyNetworkConfig, NetworkConfig
-from bottega.model_files.family_names import FLUX, SD3, TITLES, TRANSFORMER, UNET
+from bottega.model_files.family_names import FLUX, SD3, TITLES, TRANSFORMER, UNET, Z_IMAGE
 from bottega.model_files.transformer_rules import FLUX_PATCH
 from bottega.model_files.unet_rules import TIME_IDS
 
@@ -83,7 +83,8 @@ class ControlLayout:
         """
         if self.patch:
             tokens = "tokens" if self.transformer == SD3 else f"tokens of {self.transformer}"
-            return f"{self.latent_channels}/{self.patch}x{self.patch} {tokens} {self.points[0][0]}+{self.pooled_width}"
+            pooled = f"+{self.pooled_width}" if self.pooled_width else ""
+            return f"{self.latent_channels}/{self.patch}x{self.patch} {tokens} {self.points[0][0]}{pooled}"
         points = " ".join(f"{len(list(same))}x{point}" for point, same in groupby(_point_texts(self.points)))
         name = f"{self.latent_channels}/{self.latent_scale} {self.context_width}+{self.pooled_width} {points}"
         if len(name) <= _MAX_BASE_CHARACTERS:
@@ -167,6 +168,7 @@ def _layout(config: Mapping[str, Any], latent_scale: int) -> ControlLayout:
             latent_scale=latent_scale,
             points=((config["dim"], 0),) * config["n_layers"],
             patch=config["all_patch_size"][0],
+            transformer=Z_IMAGE,
         )
     if "joint_attention_dim" in config:  # a transformer
         width, singles = config["attention_head_dim"] * config["num_attention_heads"], config.get("num_single_layers")

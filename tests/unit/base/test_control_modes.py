@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import click
 import pytest
 
 from bottega.adapter_rules import check_controlnets, check_union_images, mode_names, mode_number, refused_mode
-from bottega.addons.controlnets.client.cli_options import ControlArgument, ControlType, merged
+from bottega.addons.controlnets.client.cli_options import ControlArgument, ControlType, describe_uses, merged
 from bottega.addons.controlnets.gateway.addon import ControlNetAddOn, ResolvedControlNets
 from bottega.addons.interface.views import ANYTHING
 from bottega.client import ControlNet
-from bottega.client.types.models import adapter_from
+from bottega.client.cli.addons import ask_as_operator
+from bottega.client.types.models import Adapter, adapter_from
 from bottega.client.types.options import options_from, spec_from
+from bottega.client.types.provenance import provenance_from
 from bottega.errors import InvalidRequest
 from bottega.model_files.control_layout import base_layout
 from bottega.v1 import generation_pb2
@@ -149,8 +153,42 @@ def test_the_command_takes_name_mode_file_and_scale(tmp_path: Any) -> None:
     (tmp_path / "a.png").touch()
     argument = ControlType().convert(f"union:depth={tmp_path / 'a.png'}:0.8", None, None)
     assert argument == ControlArgument(name="union", mode="depth", file=tmp_path / "a.png", scale=0.8)
-    with pytest.raises(click.BadParameter, match="'sketch' is no control mode of a union; give one of 0"):
+    with pytest.raises(click.BadParameter, match="'sketch' is no control mode of a union; give one of 0") as refused:
         ControlType().convert(f"union:sketch={tmp_path / 'a.png'}", None, None)
+    assert refused.value.message.endswith(f"{EIGHT}; with Flux.1 {OF_FLUX}")
+
+
+def test_a_picture_shows_each_mode_as_it_was_requested() -> None:
+    message = generation_pb2.Provenance(
+        parameters=generation_pb2.GenerationSpec(
+            controlnets=[_net(control_mode="canny"), _net("edges", control_mode="")]
+        ),
+        controlnets=[
+            generation_pb2.ControlNetUse(name="union", control_mode=3, scale=1),
+            generation_pb2.ControlNetUse(name="edges", scale=1),
+        ],
+    )
+    shown = list(describe_uses(provenance_from(message)))
+    assert shown == [
+        "control union: mode canny, scale 1, waited 0.000 s for it",
+        "control edges: scale 1, waited 0.000 s for it",
+    ]
+    del message.parameters.controlnets[:]
+    assert next(describe_uses(provenance_from(message))).startswith("control union: mode 3,")
+
+
+@pytest.mark.parametrize(
+    ("base", "modes"),
+    [("16/8 sdxl", "openpose, depth"), ("16/2x2 tokens of flux 3072+768", "canny, tile"), ("", "0 to 1")],
+)
+def test_tenants_see_the_modes_of_a_union_for_its_model(
+    base: str, modes: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    union = Adapter(kind="controlnet", name="union", digest="12ab", models=("m",), control_modes=2)
+    client = Mock(shows_key=True)
+    client.adapters.return_value, client.models.return_value = (union,), (SimpleNamespace(name="m", base=base),)
+    assert ask_as_operator(client, "controlnet", client.controlnets) is None
+    assert modes in capsys.readouterr().out
 
 
 def test_like_finds_the_image_of_each_mode(tmp_path: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -324,3 +325,12 @@ def test_parts_that_do_not_fit_each_other_are_refused(part: str, change: dict[st
     }
     assert list(check_parts_together(configs)) == []
     assert list(check_parts_together(configs | {part: configs[part] | change})) == [sentence]
+
+
+def test_the_layout_of_z_image_names_its_family() -> None:
+    fields = {"in_channels": 16, "cap_feat_dim": 2560, "dim": 3840, "n_layers": 30, "all_patch_size": [2]}
+    base = base_layout(fields, 8)
+    assert base.base == "16/2x2 tokens of z_image 3840"
+    of_unet = dataclasses.replace(base, transformer="", patch=0)
+    (why,) = of_unet.misfits(base)
+    assert why == "it is made for a UNet, and the model is a transformer of Z-Image (_class_name)"

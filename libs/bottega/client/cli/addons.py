@@ -99,8 +99,10 @@ def ask_as_operator(client: Client, kind: AdapterKindName, ask: Callable[[], Ans
     unions = any(adapter.control_modes for adapter in adapters)
     columns = ["trigger words"] if kind == "lora" else ["modes"] if unions else []
     table = PlainTable(kind, "for", *columns, "hash", wraps=("for", *columns), optional=("hash",))
+    bases = {model.name: model.base for model in client.models()} if unions else {}
     for adapter in adapters:
-        words = [", ".join(adapter.trigger_words) or mode_names(adapter.control_modes)] if columns else []
+        base = next((bases[model] for model in adapter.models if model in bases), "")
+        words = [", ".join(adapter.trigger_words) or mode_names(adapter.control_modes, base)] if columns else []
         table.add_row(adapter.name, ", ".join(adapter.models) or "no served model", *words, short_hash(adapter.digest))
     print_table(table)
     return None

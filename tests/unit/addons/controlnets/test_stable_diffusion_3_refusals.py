@@ -15,9 +15,11 @@ from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlSession, base_layout, find_controlnet, load_controlnet
 from bottega.addons.controlnets.engine.messages import (
+    OpenedSession,
     Opening,
     SessionSpec,
     open_message,
+    opened_message,
     read_opened,
     read_opening,
 )
@@ -161,15 +163,25 @@ def test_a_latent_of_another_shape_is_refused(model: Model) -> None:
 @pytest.mark.parametrize(
     "sessions",
     [
-        torch.zeros(1, 3),
-        *(torch.tensor([facts]) for facts in ([3, 0], [0, 0, 0], [3, 2, 0], [1 << 20, 0, 0], [3, 0, 4])),
+        {"sessions": torch.zeros(1, 2)},
+        *({"sessions": torch.tensor([facts])} for facts in ([3], [0, 0], [3, 2], [1 << 20, 0])),
+        *({"sessions": torch.tensor([[3, 0]]), "singles": torch.tensor(singles)} for singles in ([4], [1, 1], [1.0])),
     ],
     ids=str,
 )
-def test_an_answer_with_impossible_sessions_is_refused(sessions: Tensor) -> None:
-    message = message_of({"opened": torch.tensor([1]), "sessions": sessions})
+def test_an_answer_with_impossible_sessions_is_refused(sessions: dict[str, Tensor]) -> None:
+    message = message_of({"opened": torch.tensor([1]), **sessions})
     with pytest.raises(ValueError, match="opened"):
         read_opened(message.layout, message.buffers)
+
+
+def test_an_answer_has_a_part_about_single_blocks_only_where_there_are_some() -> None:
+    plain, joint = OpenedSession(residuals=3), OpenedSession(residuals=5, reads_tokens=True, singles=2)
+    for sessions, names in (((plain,), ["opened", "sessions"]), ((plain, joint), ["opened", "sessions", "singles"])):
+        message = opened_message(7, sessions)
+        assert [spec.name for spec in message.layout.specs] == names
+        assert message.layout.specs[1].shape == (len(sessions), 2), "as versions read it that know no single blocks"
+        assert read_opened(message.layout, message.buffers) == (7, sessions)
 
 
 def test_models_of_one_width_share_a_name(model: Model) -> None:

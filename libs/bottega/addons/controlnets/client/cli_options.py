@@ -6,13 +6,14 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import click
 
 from bottega import rules
-from bottega.adapter_rules import is_mode, list_modes
+from bottega.adapter_rules import is_mode, list_all_modes
 from bottega.client.types.inputs import ControlNet
 from bottega.client.types.options import GenerationOptions
 from bottega.client.types.provenance import ControlNetUse, Provenance
@@ -30,8 +31,11 @@ def merge_controlnets(options: GenerationOptions, given: dict[str, Any], like: P
 
 def describe_uses(provenance: Provenance) -> Iterator[str]:
     """Yield what to say about each ControlNet of a picture."""
-    for use in provenance.controlnets:
-        yield f"control {use.name}: {', '.join(_use_facts(use, provenance.worker))}"
+    # Numbers of modes mean something else with each kind of model, so the request's own words are shown.
+    given = provenance.parameters.controlnets or ()
+    for use, net in zip_longest(provenance.controlnets, given[: len(provenance.controlnets)]):
+        mode = use.control_mode if net is None or net.control_mode is None else net.control_mode
+        yield f"control {use.name}: {', '.join(_use_facts(use, mode, provenance.worker))}"
     if provenance.controlnets and provenance.encoder_s >= _SHORTEST_S:
         yield f"ControlNets ran during {provenance.encoder_s:.3f} s of the model's blocks that need none"
 
@@ -46,12 +50,12 @@ def warn_of_images(provenance: Provenance) -> Iterator[str]:
             yield f"{image} has 16 bits of grey, which were scaled to 8 (Diffusers makes nearly all of these white)"
 
 
-def _use_facts(use: ControlNetUse, worker: str) -> Iterator[str]:
+def _use_facts(use: ControlNetUse, mode: str | int | None, worker: str) -> Iterator[str]:
     servers = ["the worker itself" if server == worker else server for server in use.servers]
     if servers:
         yield f"by {', then '.join(servers)}"
-    if use.control_mode is not None:
-        yield f"mode {use.control_mode}"
+    if mode is not None:
+        yield f"mode {mode}"
     yield f"scale {use.scale:g}"
     yield f"waited {use.waited_s:.3f} s for it"
     if use.stale_steps:
@@ -93,7 +97,7 @@ class ControlType(click.ParamType[ControlArgument]):
                 ctx,
             )
         if has_mode and not is_mode(mode):
-            self.fail(f"{mode!r} is no control mode of a union; give one of {list_modes()}", param, ctx)
+            self.fail(f"{mode!r} is no control mode of a union; give one of {list_all_modes()}", param, ctx)
         colon = _colon_before_scale(rest)
         file, scale = Path(rest[:colon]), rest[colon + 1 :]
         if not file.exists():

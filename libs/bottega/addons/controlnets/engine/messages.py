@@ -251,8 +251,12 @@ class OpenedSession:
 
 def opened_message(lease: int, sessions: Sequence[OpenedSession]) -> TensorMessage:
     """Return the message that a lease has been opened."""
-    facts = [[session.residuals, int(session.reads_tokens), session.singles] for session in sessions]
-    return message_of({ControlMessageKind.OPENED.value: torch.tensor([lease]), "sessions": torch.tensor(facts)})
+    facts = [[session.residuals, int(session.reads_tokens)] for session in sessions]
+    parts = {ControlMessageKind.OPENED.value: torch.tensor([lease]), "sessions": torch.tensor(facts)}
+    # Earlier versions do not know single blocks, and both sides of a link may be updated at different times.
+    if any(session.singles for session in sessions):
+        parts["singles"] = torch.tensor([session.singles for session in sessions])
+    return message_of(parts)
 
 
 def read_opened(layout: Layout, views: Sequence[Part]) -> tuple[int, tuple[OpenedSession, ...]]:
@@ -261,9 +265,12 @@ def read_opened(layout: Layout, views: Sequence[Part]) -> tuple[int, tuple[Opene
     lease, sessions = parts[ControlMessageKind.OPENED.value], parts.get("sessions")
     if lease.dtype != torch.int64 or lease.shape != (1,):
         raise ValueError("an opened message does not begin with a number")
-    if sessions is None or sessions.dtype != torch.int64 or sessions.dim() != 2 or sessions.shape[1] != 3:
-        raise ValueError("an opened message lacks its sessions, int64 [sessions, 3]")
-    facts = sessions.tolist()
+    if sessions is None or sessions.dtype != torch.int64 or sessions.dim() != 2 or sessions.shape[1] != 2:
+        raise ValueError("an opened message lacks its sessions, int64 [sessions, 2]")
+    single_counts = parts.get("singles", torch.zeros(len(sessions), dtype=torch.int64))
+    if single_counts.dtype != torch.int64 or single_counts.shape != sessions.shape[:1]:
+        raise ValueError("the singles of an opened message are not int64 [sessions]")
+    facts = [(*fact, singles) for fact, singles in zip(sessions.tolist(), single_counts.tolist(), strict=True)]
     if any(
         not 0 < residuals <= _MAX_RESIDUALS or tokens not in (0, 1) or not 0 <= singles <= residuals
         for residuals, tokens, singles in facts

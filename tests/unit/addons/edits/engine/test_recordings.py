@@ -298,6 +298,16 @@ def follow_prompts(desk: EditDesk) -> None:
     desk.edits.cosines = PromptCosines(cosines={"a": LEAST_COSINE - 0.1})
 
 
+def test_blocks_are_measured_also_where_the_first_image_is_done(model: Model, desk: EditDesk) -> None:
+    done = desk.draw(SECOND).job
+    assert done is not None
+    (first,) = done.requests
+    assert first.evaluation == first.last_evaluation
+    follows = desk.edits.follow_prompts(SECOND.spec, encode_prompts(model, SECOND.spec), first)
+    assert desk.edits.cosines is not None
+    assert follows is not desk.edits.cosines.reliable
+
+
 def test_where_blocks_follow_the_prompt_the_half_that_has_it_is_computed_for_another_one(desk: EditDesk) -> None:
     follow_prompts(desk)
     other = replace(SECOND.spec, prompt="a yellow square")

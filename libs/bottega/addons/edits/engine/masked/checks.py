@@ -231,7 +231,7 @@ def measure_prompts(
         tokens=model.tokens(width=spec.width, height=spec.height),
     )
     step = sampler.first_evaluation
-    edit, first = request.edit, request.rows()[0]
+    edit = request.edit
     assert edit is not None, "the order has a mask"
     noisy = sampler.add_noise(edit.image_latent, edit.noise, step)
     sample, timestep = sampler.model_input(noisy, step)[0], sampler.timestep(step)
@@ -248,7 +248,7 @@ def measure_prompts(
             sample=sample,
             timestep=timestep,
             embeds=embeds,
-            image=first.image,
+            image=request.image,
         )
 
     return _compare(model, [row(conditions.conditional), row(probe)], blocks)
