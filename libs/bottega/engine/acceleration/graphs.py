@@ -325,7 +325,8 @@ class GraphedBackbone:
 
     def begin(self, inputs: Inputs) -> Activations:
         recorded = None
-        if not self._hooked:
+        # Prompts of different lengths seldom meet again in this order, so a recording would not pay.
+        if not self._hooked and len(set(inputs.prompt_lengths)) <= 1:
             make = partial(record, self._plain, inputs, self._capture)
             recorded = self._recordings.get(key_of(inputs), make)
         if recorded is None:
