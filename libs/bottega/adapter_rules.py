@@ -5,7 +5,7 @@ published unions: for SDXL xinsir's `controlnet-union-sdxl-1.0`, whose first for
 Flux.1 InstantX's `FLUX.1-dev-Controlnet-Union`. Other unions may give the numbers other meanings; a request can give
 the number itself.
 
-Functions with an argument `base` get the name of the model's layout (`ControlLayout.base`); "" if it is not known.
+The argument `base` of functions is the name of the model's layout (`ControlLayout.base`); "" if the layout is unknown.
 """
 
 from __future__ import annotations
@@ -65,18 +65,21 @@ def mode_number(mode: str, base: str = "") -> int | None:
 
 
 def is_mode(mode: str) -> bool:
-    """Return whether a union of any kind has a mode of this name or number."""
+    """Return whether any published union has a mode with this name or number."""
     return mode in _NUMBERS or any(mode in names for names in (*_OF_SDXL, *_OF_FLUX))
 
 
 def mode_names(count: int, base: str = "") -> str:
-    """Return the first names of the modes of a union that has `count`, for lists; their numbers if `base` is ""."""
+    """Return the modes of a union with `count` modes, as text: the first name of each, or its number if it has no name.
+
+    If `base` is "", only numbers are returned.
+    """
     names = [names[0] for names in (_named(base) if base else ())[:count]]
     return ", ".join([*names, *_numbers(len(names), count)])
 
 
 def list_modes(count: int | None = None, base: str = "") -> str:
-    """Return the names and numbers of the first `count` modes, for errors; None for those that have a name."""
+    """Return the numbers and names of the first `count` modes, for errors. None lists all modes that have names."""
     named = [f"{number} ({', '.join(names)})" for number, names in enumerate(_named(base)[:count])]
     return ", ".join([*named, *_numbers(len(named), count or 0)])
 
@@ -91,7 +94,7 @@ def refused_mode(name: str, mode: int | str | None, modes: int, base: str) -> st
 
     Args:
         name: Name of the ControlNet.
-        mode: The mode of an image, by number or as the request gives it; None if it gives none.
+        mode: The mode of an image, as a number or as the request gives it; None if the request gives no mode.
         modes: Number of modes that the ControlNet has; 0 if it is not a union.
         base: Name of the model's layout.
     """
@@ -109,10 +112,10 @@ def refused_mode(name: str, mode: int | str | None, modes: int, base: str) -> st
 
 
 def check_union_images(nets: Sequence[tuple[str, bool]], base: str) -> Iterator[Violation]:
-    """Check that several images of one union for a UNet, which computes them together, are a request's only ones.
+    """Check that a union for a UNet is a request's only ControlNet if it has several images, which it joins.
 
-    A union with one image may be combined with other ControlNets. Diffusers' union pipelines do not combine them; here
-    the residuals of all are added, as its MultiControlNetModel does.
+    A union with one image may be combined with other ControlNets. Diffusers' union pipelines do not allow that; here
+    the residuals of all ControlNets are added, as Diffusers' MultiControlNetModel does.
 
     Args:
         nets: Name of each ControlNet, and whether its image has a mode.
@@ -237,7 +240,7 @@ def _check_controlnet(path: str, net: ControlNet) -> Iterator[Violation]:
 
 
 def _check_modes(nets: Sequence[ControlNet]) -> Iterator[Violation]:
-    """Check the modes of a request's ControlNets, as far as they do not depend on the model."""
+    """Check the modes of a request's ControlNets, except for the rules that depend on the model."""
     together = all(net.control_mode and net.name == nets[0].name for net in nets)
     for index, net in enumerate(nets):
         path = f"spec.controlnets[{index}]"
@@ -258,16 +261,16 @@ def check_residual_profile(path: str, profile: ResidualProfile) -> Iterator[Viol
         yield Violation(field=f"{path}.similarity", description="must be a cosine, -1 to 1")
 
 
-# Part of the name of the layout of Flux.1's models and ControlNets.
+# A layout whose name contains this text belongs to Flux.1.
 _FLUX_BASE = " of flux "
 
 
 def _named(base: str) -> Sequence[tuple[str, ...]]:
-    """Return the names of each mode."""
+    """Return the names of each mode, by the mode's number."""
     return _OF_FLUX if _FLUX_BASE in base else _OF_SDXL
 
 
 def _numbers(first: int, count: int) -> Sequence[str]:
-    """Return the numbers from `first` on among the first `count`, as one range."""
+    """Return the numbers from `first` to `count` - 1: as one range such as "8 to 11", or as a single number."""
     numbers = range(first, count)
     return [f"{numbers[0]} to {numbers[-1]}"] if len(numbers) > 1 else [str(number) for number in numbers]

@@ -300,7 +300,7 @@ def keeps_data(spec: GenerationSpec) -> bool:
 
 
 def sequence_rule(most: int) -> str:
-    """Return the rule for max_sequence_length of a model that takes at most `most`, or refuses it if that is 0."""
+    """Return the rule for max_sequence_length. The model takes at most `most` tokens; 0 if it refuses the argument."""
     return f"must be 1 to {most} with this model" if most else "must be absent: this model has neither T5 nor Qwen3"
 
 
@@ -325,7 +325,7 @@ def check_true_cfg(scale: float, *, taken: bool, has_negative: bool) -> Iterator
 
 
 def refuse_cfg_bounds(normalization: float, truncation: float) -> Iterator[Violation]:
-    """Yield a violation for each bound of guidance that a spec sets for a model that applies none."""
+    """Yield a violation if cfg_normalization or cfg_truncation is set for a model that does not support it."""
     for name, is_set, off in (("cfg_normalization", normalization > 0.0, 0), ("cfg_truncation", truncation < 1.0, 1)):
         if is_set:
             rule = f"must be {off}, which is off: only models of Z-Image take it"

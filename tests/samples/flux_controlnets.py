@@ -20,11 +20,11 @@ FLUX_SHAPE: Mapping[str, Any] = {
     "pooled_projection_dim": 32,
     "axes_dims_rope": (2, 2, 4),
 }
-"""Of the transformers, but for those of Flux.1 Fill, and of their ControlNets."""
+"""Options of the transformers, except Flux.1 Fill, and of their ControlNets."""
 
 
 def flux_controlnet(**options: Any) -> Any:
-    """Return a random FluxControlNetModel for these models, all of whose weights matter."""
+    """Return a random FluxControlNetModel for these models, without zero layers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`FluxPosEmbed` is deprecated", FutureWarning)  # Diffusers uses it itself.
         network = FluxControlNetModel(**{**FLUX_SHAPE, "num_layers": 2, "num_single_layers": 1, **options})
@@ -36,8 +36,9 @@ def flux_controlnet(**options: Any) -> Any:
 def spread(network: Any, joint: int, single: int) -> Any:
     """Return a ControlNet that makes a residual for each block of a model with so many blocks, with zeros elsewhere.
 
-    Of several ControlNets, Diffusers adds up only as many residuals as the one with fewest has, and passes the guidance
-    scale to all if the first one reads it.
+    When Diffusers combines several ControlNets, it truncates their residual lists to the shortest one, and it passes
+    the guidance scale to all of them if the first one reads it. This wrapper therefore makes every list complete, and
+    drops the guidance scale if the network does not read it.
     """
     spreading, forward = copy.deepcopy(network), network.forward
 

@@ -69,7 +69,10 @@ def small_joint(seed: int = 0, **options: Any) -> SD3Transformer2DModel:
 
 
 def small_flux(seed: int = 0, **options: Any) -> FluxTransformer2DModel:
-    """Three blocks as those of Flux.1 dev: one with layers of their own for the text's tokens, and two without."""
+    """Return a small random Flux.1 dev transformer with one joint block and two single blocks.
+
+    The joint block has separate layers for text tokens.
+    """
     said = {
         "in_channels": 16,
         "num_layers": 1,

@@ -1,6 +1,7 @@
-"""LoRAs of transformers for tests: one of every layer, in the layouts of all trainers.
+"""LoRAs of transformers for tests, which change every layer, in the layouts of all trainers.
 
-What is one layer in the authors' code shares factors, such as queries, keys and values. So each layout can say it.
+Layers that are one layer in the authors' code, such as queries, keys and values, share the down factor. So the LoRA can
+be written in each layout.
 """
 
 from __future__ import annotations
@@ -38,10 +39,12 @@ _OF_TEXT = ("lora_te", "text_encoder")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TransformerLora:
-    """A LoRA. originals: of the transformer, by names in the authors' code; text: by component and path."""
+    """A LoRA of a transformer and, optionally, its text encoders."""
 
     originals: Mapping[str, Factors]
+    """Factors of the transformer's layers, by the layer's name in the authors' code."""
     text: Mapping[tuple[str, str], Factors]
+    """Factors of the text encoders' layers, by component and path."""
     rank: int
     alpha: float
 
@@ -163,8 +166,8 @@ def as_diffusers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for name, weight in weights.items():
             file[f"lora_unet_{_flat(name)}.lora_down.weight"] = torch.ones(1, 1)
             file[f"lora_unet_{_flat(name)}.lora_up.weight"] = weight
-        made = _convert_kohya_flux_lora_to_diffusers(wide(file))
-        ups = {name: up for name, up in narrow(made).items() if name.endswith(".lora_B.weight")}
+        made = _convert_kohya_flux_lora_to_diffusers(repeat_outputs(file))
+        ups = {name: up for name, up in unrepeat_outputs(made).items() if name.endswith(".lora_B.weight")}
         return {name.removeprefix("transformer.").removesuffix(".lora_B.weight"): up for name, up in ups.items()}
     checkpoint = {f"{name}.weight": weight.clone() for name, weight in weights.items()}
     if "cap_embedder.1" in weights:
@@ -175,8 +178,8 @@ def as_diffusers(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name.removesuffix(".weight"): weight for name, weight in made.items() if name.endswith(".weight")}
 
 
-def wide(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a LoRA of Flux's transformer with as many outputs as Diffusers' converters divide: each several times."""
+def repeat_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Repeat each output row of a LoRA of Flux `_TIMES` times: Diffusers' converters expect Flux's own width."""
     ups = ("up.weight", ".lora_B.weight")
     return {
         name: tensor.repeat_interleave(_TIMES, dim=0)
@@ -186,8 +189,8 @@ def wide(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def narrow(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what a converter has made of what `wide` returned, with each output once."""
+def unrepeat_outputs(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Undo `repeat_outputs` after conversion: keep one of every `_TIMES` repeated output rows."""
     return {
         name: tensor[::_TIMES] if name.endswith(".lora_B.weight") and not name.startswith(_OF_TEXT) else tensor
         for name, tensor in tensors.items()
@@ -195,7 +198,7 @@ def narrow(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def diffusers_file(lora: TransformerLora, folder: Path) -> Path:
-    """As Diffusers saves today: PEFT's names, and the configurations in the metadata."""
+    """Write a file as Diffusers saves it today: PEFT's names, and the configurations in the metadata."""
     tensors: dict[str, Tensor] = {}
     for (component, path), (down, up) in lora.parts.items():
         tensors |= {f"{component}.{path}.lora_A.weight": down, f"{component}.{path}.lora_B.weight": up}
@@ -204,8 +207,8 @@ def diffusers_file(lora: TransformerLora, folder: Path) -> Path:
     return save(tensors, folder / "diffusers.safetensors", {"lora_adapter_metadata": json.dumps(fields)})
 
 
-def first_diffusers_file(lora: TransformerLora, folder: Path) -> Path:
-    """As Diffusers saved first, without alphas."""
+def oldest_diffusers_file(lora: TransformerLora, folder: Path) -> Path:
+    """Write a file in Diffusers' oldest layout, without alphas."""
     tensors: dict[str, Tensor] = {}
     for (component, path), (down, up) in lora.parts.items():
         name = f"{component}.{path}.{'lora' if component == TRANSFORMER else 'lora_linear_layer'}"
@@ -214,7 +217,7 @@ def first_diffusers_file(lora: TransformerLora, folder: Path) -> Path:
 
 
 def peft_folder(lora: TransformerLora, folder: Path) -> Path:
-    """A folder of PEFT's for each component."""
+    """Write one PEFT folder per component, and return their parent folder."""
     for component in dict.fromkeys(component for component, _ in lora.parts):
         tensors: dict[str, Tensor] = {}
         for path, (down, up) in ((path, part) for (of, path), part in lora.parts.items() if of == component):
@@ -232,19 +235,19 @@ def _config(lora: TransformerLora, component: str) -> dict[str, object]:
 
 
 def kohya_file(lora: TransformerLora, folder: Path) -> Path:
-    """Names of the authors' code with underscores. T5 is the third text encoder of every model."""
+    """Write names of the authors' code with underscores. T5 is the third text encoder of every model."""
     modules = {f"lora_unet_{_flat(name)}": part for name, part in lora.originals.items()}
     return _trained(lora, modules, folder / "kohya.safetensors", t5="3")
 
 
 def onetrainer_file(lora: TransformerLora, folder: Path) -> Path:
-    """Names of Diffusers with underscores."""
+    """Write names of Diffusers with underscores."""
     modules = {f"lora_transformer_{_flat(path)}": part for (of, path), part in lora.parts.items() if of == TRANSFORMER}
     return _trained(lora, modules, folder / "onetrainer.safetensors")
 
 
 def comfyui_file(lora: TransformerLora, folder: Path) -> Path:
-    """Names of the authors' code with dots."""
+    """Write names of the authors' code with dots."""
     modules = {f"diffusion_model.{name}": part for name, part in lora.originals.items()}
     for (component, path), part in lora.text.items():
         name = "t5xxl" if path.endswith(_T5_TARGETS) else _COMFYUI[component]
@@ -253,7 +256,7 @@ def comfyui_file(lora: TransformerLora, folder: Path) -> Path:
 
 
 def black_forest_file(lora: TransformerLora, folder: Path, start: str = "") -> Path:
-    """Names of Black Forest Labs' code with PEFT's factors, without alphas; of the transformer alone."""
+    """Write names of Black Forest Labs' code with PEFT's factors, without alphas, and only for the transformer."""
     tensors: dict[str, Tensor] = {}
     for name, (down, up) in lora.originals.items():
         tensors |= {f"{start}{name}.lora_A.weight": down, f"{start}{name}.lora_B.weight": up * lora.scale}
@@ -261,7 +264,7 @@ def black_forest_file(lora: TransformerLora, folder: Path, start: str = "") -> P
 
 
 def fal_file(lora: TransformerLora, folder: Path) -> Path:
-    """The same behind PEFT's start, without its configuration."""
+    """Write the names of `black_forest_file` after PEFT's prefix, without PEFT's configuration."""
     return black_forest_file(lora, folder, "base_model.model.")
 
 
@@ -292,7 +295,7 @@ def _flat(path: str) -> str:
 
 LAYOUTS: Mapping[str, Callable[[TransformerLora, Path], Path]] = {
     "Diffusers": diffusers_file,
-    "first names of Diffusers": first_diffusers_file,
+    "oldest names of Diffusers": oldest_diffusers_file,
     "PEFT": peft_folder,
     "kohya": kohya_file,
     "OneTrainer": onetrainer_file,
@@ -300,8 +303,8 @@ LAYOUTS: Mapping[str, Callable[[TransformerLora, Path], Path]] = {
     "Black Forest Labs": black_forest_file,
     "fal": fal_file,
 }
-"""What writes a file or a folder of each layout into a folder, and returns its path."""
+"""Functions that write a file or a folder in each layout into a folder, and return its path."""
 ONLY_FLUX = frozenset({"Black Forest Labs", "fal"})
 """Layouts that only trainers of Flux.1 write, and which have no text encoders."""
-READ_BY_STOCK = frozenset({"Diffusers", "first names of Diffusers"})
-"""Layouts that stock Diffusers reads for models of all widths; the second one not of Z-Image."""
+READ_BY_STOCK = frozenset({"Diffusers", "oldest names of Diffusers"})
+"""Layouts that stock Diffusers reads for models of all widths; the oldest names not with Z-Image."""

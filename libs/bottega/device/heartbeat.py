@@ -91,7 +91,7 @@ def _outermost_blocks(module: nn.Module) -> Iterator[nn.Module]:
         yield module
         return
     if isinstance(module, FluxSingleTransformerBlock):
-        yield module.act_mlp  # Backbones for rows of several sizes call its layers one by one.
+        yield module.act_mlp  # Backbones for rows of several sizes call the block's layers instead of the block.
         return
     for child in module.children():
         yield from _outermost_blocks(child)

@@ -29,7 +29,8 @@ VERSION = 10
 
 # Additional tensors of an edit; see `RequestState`.
 _OF_EDITS = ("image_latent", "noise", "image")
-# Those of models that do not read the mask, and of Flux Fill: later edits may continue with them outside the mask.
+# Tensors that models need if they do not read the mask, and that Flux Fill needs: later edits may continue with them
+# outside the mask.
 _OF_SOURCE = ("image_latent", "noise")
 _SAMPLER, _STEP_CACHE = "sampler.", "step_cache."
 

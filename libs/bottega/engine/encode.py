@@ -242,7 +242,7 @@ def _embeds(model: Model, text: EncodedText) -> Embeds:
 def _with_picture(model: Model, spec: ResolvedSpec, embeds: Embeds) -> Embeds:
     """Add the conditions that depend on the picture, such as its size, and the guidance scale if it is one."""
     picture = dict(model.family.picture_conditions(spec.height, spec.width))
-    if model.family.distilled_guidance:  # Read by the network, or by ControlNets alone.
+    if model.family.distilled_guidance:  # Either the network reads it, or only ControlNets do.
         picture[GUIDANCE] = torch.tensor([spec.guidance_scale])
     if model.guidance_width:
         picture[TIMESTEP_COND] = guidance_embedding(spec.guidance_scale, model.guidance_width)
@@ -339,13 +339,13 @@ def _encode(model: Model, prompts: _Prompts, count: int, clip_skip: int | None) 
 
 
 def _states(model: Model, encoder: Any, chunk: Chunk, clip_skip: int | None) -> tuple[Tensor, Any]:
-    """Return the states of a chunk's tokens but for padding, [1, tokens, features], and the encoder's output."""
+    """Return the states of a chunk's tokens without padding, [1, tokens, features], and the encoder's output."""
     place = model.runtime.to_device if model.encodes else lambda values: values.to(NOWHERE)
-    # Networks without weights compute no values, and transformers reads those of a mask.
+    # A network without weights computes no values, but the library transformers reads the values of a mask.
     masks = {"attention_mask": place(torch.tensor([chunk.mask]).bool())} if chunk.mask and model.encodes else {}
     output = encoder(place(torch.tensor([chunk.ids])), **masks, output_hidden_states=True)
     states = model.family.states(encoder, output, clip_skip)
-    if chunk.mask:  # Padding is at one end.
+    if chunk.mask:  # All padding is at one end.
         first = chunk.mask.index(1)
         states = states[:, first : first + sum(chunk.mask)]
     return states, output

@@ -71,7 +71,7 @@ class ResidualProvider(Protocol):
     def take(self, row: Row, point: int) -> Sequence[Tensor | None]:
         """Return a row's residuals at one point, scaled and in the order of `row.controls`.
 
-        Each is [channels, height, width] or [tokens, width]; None for a ControlNet that has none at the point.
+        A residual is [channels, height, width] or [tokens, width]; None if a ControlNet has none at the point.
         """
         ...
 
@@ -286,7 +286,7 @@ class Forward:
         return list(self._backbone.finish(activations))
 
     def _control(self, points: tuple[int, ...], activations: Activations) -> bool:
-        """Add the residuals at some points. Return whether any row is left to go on for."""
+        """Add the residuals at some points. Return whether any rows remain in the forward pass."""
         if not points or not self._controlled:
             return True
         first = self._clock.residuals_needed()

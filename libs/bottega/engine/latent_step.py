@@ -88,8 +88,8 @@ class Edit:
     trajectory: Trajectory | None = None
     """Latents that restore the part outside the mask, for every evaluation; None to use the noised image."""
     puts_back: bool = True
-    """Whether the part outside the mask is put back after every evaluation. Flux Fill draws it too, from the image that
-    its network reads."""
+    """Whether the part outside the mask is put back after every evaluation. Flux Fill draws that part instead: its
+    network reads the image."""
 
     def start(self, sampler: Sampler, evaluation: int, strength: float) -> Tensor:
         """Return the latent before the first evaluation. At strength 1 it starts from noise alone."""
@@ -123,7 +123,7 @@ class Edit:
 
 
 def make_edit(model: Model, image_latent: Tensor, noise: Tensor, mask: Tensor) -> Edit:
-    """Return the edit of an image with a mask as `latent_mask` returns it."""
+    """Return the edit of an image. `mask` is a result of `latent_mask`."""
     of_pixels = model.mask_channels > 1
     mask = mask.amax(dim=1, keepdim=True) if of_pixels else mask
     return Edit(image_latent=image_latent, noise=noise, mask=mask, puts_back=not of_pixels)

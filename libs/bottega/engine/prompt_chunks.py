@@ -39,7 +39,7 @@ class Chunk:
     weights: tuple[float, ...] = ()
     """Weight of each token; empty if all are 1."""
     mask: tuple[int, ...] = ()
-    """1 for each token of the prompt and 0 for padding, which is left out; empty if padding is read as well."""
+    """1 for each token of the prompt, and 0 for padding, whose states are dropped. Empty if padding is used, too."""
 
 
 def plain_chunk(prompt: str, tokenizer: Tokenizer, tokens: int | None = None) -> tuple[Chunk, str]:
@@ -69,7 +69,7 @@ def chat_chunk(prompt: str, tokenizer: Tokenizer, tokens: int | None = None) -> 
     length = tokens or tokenizer.model_max_length
     read = tokenizer(text, padding="max_length", max_length=length, truncation=True)
     lost = tokenizer.decode(tokenizer(text).input_ids[length:])
-    # The template writes a few words behind the prompt.
+    # The template adds a few words after the prompt.
     end = text.rpartition(prompt)[2] if prompt else text
     chunk = Chunk(ids=tuple(read.input_ids), mask=tuple(read.attention_mask))
     return chunk, "" if end.endswith(lost) else lost.removesuffix(end).strip()

@@ -22,7 +22,7 @@ from bottega.model.step_cache import StepCaches
 from bottega.model.vae import encode_dtype
 from bottega.planning import control_steps
 
-# Of the timesteps of flow matching.
+# Number of training timesteps in flow matching.
 _TRAINING_STEPS = 1000
 
 
@@ -91,7 +91,7 @@ class Request:
         # On the CPU whatever the device is, so that a seed gives the same picture everywhere.
         self._generator = torch.Generator("cpu")
         self.control_noise = self._seed()
-        """Noise for the latent of each control image, [1, channels, height, width]; empty if the mean is used."""
+        """Noise for the latent of each control image, [1, channels, height, width]; empty if latents are means."""
         if resume is None:
             self.evaluation, self.latent = self.first_evaluation, self._start(sources).to(model.latent_dtype)
         else:
@@ -144,10 +144,10 @@ class Request:
 
     @property
     def halves(self) -> tuple[Half, ...]:
-        """The halves of guidance that the next evaluation computes."""
+        """The halves, conditional or unconditional, that the next evaluation computes."""
         over = False
         if self.spec.cfg_truncation < 1.0 and not self.done:
-            # From noise at 0 to the picture at 1, as in ZImagePipeline.
+            # Time runs from 0 (noise) to 1 (picture), as in ZImagePipeline.
             time = (_TRAINING_STEPS - self._sampler.timestep(self.evaluation)) / _TRAINING_STEPS
             over = float(time) > self.spec.cfg_truncation
         return (Half.CONDITIONAL,) if over or self._conditions.unconditional is None else tuple(Half)
@@ -320,7 +320,7 @@ class Request:
         )
 
     def _seed(self) -> list[Tensor]:
-        """Seed the generator. Return the noise that is drawn first, for control images."""
+        """Seed the generator. Return the noise for control images, which is drawn before all other noise."""
         self._generator.manual_seed(self.spec.seed + self.index)
         count = len(self.spec.controlnets) if self.model.family.draws_control_latents else 0
         return [self._draw(self._shape, encode_dtype(self.model.vae)) for _ in range(count)]

@@ -99,16 +99,16 @@ class ResolvedSpec:
     In plain prompts it does not hold for the negative ones, as in Diffusers. In weighted ones it holds for all.
     """
     max_sequence_length: int | None = None
-    """Tokens of each prompt that T5 or Qwen3 reads; None for the family's default."""
+    """Number of tokens of each prompt that T5 or Qwen3 reads; None for the family's default."""
     num_inference_steps: int = 50
     guidance_scale: float = 5.0
     guidance_rescale: float = 0.0
     true_cfg_scale: float = 1.0
     """Scale of classifier-free guidance with a second row in models that embed the guidance scale (`Model`)."""
     cfg_normalization: float = 0.0
-    """Largest norm of a guided prediction, in norms of the conditional one; 0 for any."""
+    """Largest norm of a guided prediction, relative to the norm of the conditional prediction; 0 for no limit."""
     cfg_truncation: float = 1.0
-    """Time, from noise at 0 to the picture at 1, after which there is no guidance."""
+    """Time after which there is no guidance; 0 is noise and 1 is the picture."""
     width: int = 1024
     height: int = 1024
     seed: int = 0

@@ -146,10 +146,10 @@ class ForwardClock:
         self._blocks = self._device.record()
 
     def residuals_needed(self) -> bool:
-        """Record that the next block needs residuals. Return whether this is the first call: the encoder's end."""
+        """Record that the next block needs residuals. Return whether the encoder ends here, at the first call."""
         if self._encoder is not None:
             return False
-        assert self._blocks is not None, "`blocks_begin` was called"
+        assert self._blocks is not None, "`blocks_begin` must be called first"
         self._encoder = Span(begin=self._blocks, end=self._device.record())
         return True
 

@@ -59,7 +59,8 @@ class MeasuredStages:
 def sample_job(model: Model, device_clock: DeviceClock, *, small: bool = False) -> EngineJob:
     """Open a job of one image without add-ons, of the model's usual size or small, and encode its prompt.
 
-    Where memory is counted, a prompt is as long as the network reads one, if shorter ones take less.
+    If the device's memory has a budget, and prompts are not padded to one length, the prompt has the largest length,
+    which needs the most memory.
     """
     defaults, counted = model.defaults, model.memory.budget_bytes is not None
     width, height = _small_size(model) if small else (defaults.width, defaults.height)

@@ -41,7 +41,7 @@ class Inputs:
     prompt_embeds: Tensor
     """[rows, tokens, features]."""
     prompt_lengths: Sequence[int] = ()
-    """Number of each row's tokens, after which `prompt_embeds` is padding; empty if nothing is padded."""
+    """Number of prompt tokens of each row; `prompt_embeds` is padding after them. Empty if nothing is padded."""
     added: Mapping[str, Tensor] = field(default_factory=dict)
     """Further conditions, [rows, ...] each; see `Embeds.added`."""
     activations: Sequence[RowActivations | None] = ()
@@ -65,7 +65,7 @@ class Activations:
     rotary: tuple[Tensor, Tensor] | None = None
     """Cosines and sines of the positions of all tokens, [tokens, features], which are equal in all rows."""
     rotations: Tensor | None = None
-    """Rotations by the positions of each row's tokens, complex, [rows, tokens, features], if rows may differ."""
+    """Rotary embedding of each row's tokens, complex, [rows, tokens, features]; used if rows may differ."""
     mask: Tensor | None = None
     """bool [rows, tokens], False for padding, to which no token attends; None if nothing is padded."""
     lengths: Sequence[int] = ()

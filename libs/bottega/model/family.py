@@ -39,7 +39,7 @@ from bottega.model_files.families import LCM_PIPELINE
 from bottega.model_files.family_names import FLUX, SD3, SD15, SD21, SDXL, TITLES, TRANSFORMER, UNET, Z_IMAGE
 from bottega.model_files.report import ModelReport
 
-# Tokens of a prompt that T5 reads, by the default of StableDiffusion3Pipeline, and the most that it and Qwen3 take.
+# Tokens of a prompt that T5 reads by default in StableDiffusion3Pipeline, and the maximum for T5 and Qwen3.
 _T5_TOKENS, _MAX_T5_TOKENS = 256, 512
 # Fields of a VAE's configuration that only some pipelines read.
 _NO_STATISTICS: Mapping[str, Any] = {"force_upcast": False, "latents_mean": None, "latents_std": None}
@@ -73,9 +73,9 @@ class ModelFamily:
     `ResolvedSpec.max_sequence_length` replaces it.
     """
     max_sequence_length: int = 0
-    """The largest one; 0 if the family's pipelines do not have it."""
+    """The largest `ResolvedSpec.max_sequence_length`; 0 if the family's pipelines do not have the argument."""
     reads_chat: bool = False
-    """Whether prompts are read as messages of a chat, each at its own length."""
+    """Whether the text encoder reads each prompt as a chat message, without padding it to a common length."""
     weighs_words: bool = True
     """Whether weighted prompts are served."""
     takes_embeddings: bool = True
@@ -83,12 +83,12 @@ class ModelFamily:
     takes_controlnets: bool = True
     """Whether ControlNets are served."""
     draws_control_latents: bool = False
-    """Whether a request draws a sample of each control image's latent, before its own latent; if not, it is the mean.
+    """Whether a request samples each control image's latent, before its own latent. If not, it uses the mean.
 
-    The generator of StableDiffusion3ControlNetPipeline for it has no seed, so that its pictures differ each time.
+    StableDiffusion3ControlNetPipeline samples these latents without a seed, so its pictures differ each time.
     """
     halves_share_residuals: bool = False
-    """Whether ControlNets compute the conditional half alone, and both halves get its residuals."""
+    """Whether ControlNets compute only conditional rows, whose residuals unconditional rows use, too."""
     states_from_end: int
     """Place of these states among all hidden states, counted from the end, with a `clip_skip` of 0; 1 is the last.
 
@@ -118,18 +118,21 @@ class ModelFamily:
     50 instead of 28.
     """
     distilled_guidance: bool = False
-    """Whether the models were distilled to draw with guidance without a second row; `guidance_scale` is an input then.
+    """Whether the models were distilled to need no unconditional row; `guidance_scale` is then an input of the network.
 
     Some of them have no such input and ignore the scale.
     """
     guidance_from_zero: bool = False
-    """Whether no guidance is a scale of 0 instead of 1: the pipelines add to the conditional half, not the other."""
+    """Whether guidance is off at a scale of 0, not of 1.
+
+    The pipelines then compute conditional + scale * (conditional - unconditional).
+    """
     takes_true_cfg: bool = False
     """Whether the pipelines of such models have `true_cfg_scale`, with which a second row is drawn nevertheless."""
     float32_latents: bool = False
-    """Whether the pipelines keep latents in float32 between steps, whatever the element type of the network."""
+    """Whether the pipelines keep latents in float32 between steps, even if the network uses half precision."""
     sigmas: Sigmas | None = None
-    """The sigmas that the pipelines pass to the scheduler; None if they take its own."""
+    """The sigmas that the pipelines pass to the scheduler; None if the scheduler computes its own."""
     strength_keeps_steps: bool = False
     """Whether image-to-image makes all steps, from a noise level that the strength sets, instead of the last ones."""
     vae_overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -219,7 +222,7 @@ def _join_flux(states: Sequence[Tensor], outputs: Sequence[Any], _tokens: int | 
 
 
 def _join_z_image(states: Sequence[Tensor], _outputs: Sequence[Any], _tokens: int | None) -> EncodedText:
-    """Return Qwen3's states. Its last token has attended to all others, and stands for the whole text."""
+    """Return Qwen3's states. The last token's state is the summary, because that token attends to all others."""
     return EncodedText(prompt=states[0][0], added={}, summary=states[0][0, -1])
 
 
@@ -384,7 +387,7 @@ def _flux_of(family: ModelFamily, transformer: Mapping[str, Any], scheduler: Map
     Source: FluxFillPipeline, and the model card of black-forest-labs/FLUX.1-schnell: 4 steps, no guidance, 256 tokens.
     """
     if transformer.get("out_channels") not in (None, transformer.get("in_channels", 64)):
-        # Its pipeline has no true_cfg_scale, and there is none with ControlNets.
+        # The Fill pipeline has no true_cfg_scale, and no variant with ControlNets.
         return replace(
             family,
             takes_controlnets=False,

@@ -147,7 +147,7 @@ class Model:
     def max_side(self) -> int | None:
         """Largest width or height in pixels for which the network has embeddings of positions; None for any."""
         config = self.backbone.network.config
-        # Places of rows and columns, or those of all axes, of which the first one is that of the prompt's tokens.
+        # Number of positions of rows and columns. `axes_lens` has it by axis, after the axis for the prompt's tokens.
         places = config.get("pos_embed_max_size") or min(config.get("axes_lens", [0])[1:], default=0)
         return int(places) * self.patch_size * self.latent_scale if places else None
 

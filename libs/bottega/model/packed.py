@@ -1,9 +1,9 @@
 """Forward passes of rows with several sizes: a transformer's layers get the tokens of all rows as one tensor.
 
 Linear layers, norms and feed-forward layers compute every token by itself, so they run once for all rows, on packed
-tokens, [items, features]. Modulation and attention run part by part; a part is adjacent rows of one size. Padding would
-instead compute as many tokens for each row as the largest one has. Rows of Z-Image are padded, because Diffusers' own
-blocks of it take such rows.
+tokens, [tokens, features]. Modulation and attention run part by part; a part is adjacent rows of equal size. Padding
+would instead compute as many tokens for each row as the largest one has. Rows of Z-Image are padded,
+because Diffusers' own blocks for Z-Image take padded rows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from bottega.model.backbones import MadeBackbone
 from bottega.model.backbones.flux import FluxBackbone
 from bottega.model.backbones.stable_diffusion_3 import Sd3Backbone
 from bottega.model.backbones.z_image import ZImageBackbone
-from bottega.model.joint_blocks import AllTokens, Rotary, Stream, run_block
+from bottega.model.joint_blocks import AllTokens, Rotary, RowLayout, run_block
 
 Size = tuple[int, int]
 """Height and width of a latent."""
@@ -30,18 +30,18 @@ Size = tuple[int, int]
 class PackedActivations(Activations):
     """The state between two blocks.
 
-    `hidden`, `context`, the points and `rotary`, which has the positions of `hidden`, are packed. `embedding` is
-    [rows, features].
+    `hidden`, `context`, the tensors in `points` and `rotary` are packed. `rotary` belongs to the tokens of `hidden`.
+    `embedding` is [rows, features].
     """
 
-    image: Stream
-    """The tokens of `hidden`."""
-    text: Stream
-    """The tokens of `context`."""
+    image: RowLayout
+    """Layout of `hidden`."""
+    text: RowLayout
+    """Layout of `context`."""
     sizes: tuple[Size, ...]
     """The size of each part."""
     text_rotary: Rotary | None = None
-    """The positions of `context`."""
+    """Rotary embedding of the tokens of `context`."""
 
     def row_of(self, tensor: Tensor, row: int) -> Tensor:
         return tensor[self.image.offsets[row] : self.image.offsets[row + 1]]
@@ -50,35 +50,38 @@ class PackedActivations(Activations):
         kept = [sum(part.first <= row < part.last for row in rows) for part in self.image.parts]
         self.sizes = tuple(size for size, count in zip(self.sizes, kept, strict=True) if count)
         self.embedding = self.embedding.index_select(0, index)
-        self.image, items = _selected(self.image, rows, kept)
-        items = items.to(index.device)
-        self.hidden, self.rotary = self.hidden.index_select(0, items), _positions_of(self.rotary, items)
+        self.image, token_index = _selected(self.image, rows, kept)
+        token_index = token_index.to(index.device)
+        self.hidden, self.rotary = self.hidden.index_select(0, token_index), _positions_of(self.rotary, token_index)
         self.points = dict.fromkeys(self.points, self.hidden)  # They are `hidden` itself.
-        self.text, items = _selected(self.text, rows, kept)
-        items = items.to(index.device)
-        self.context, self.text_rotary = self.context.index_select(0, items), _positions_of(self.text_rotary, items)
+        self.text, token_index = _selected(self.text, rows, kept)
+        token_index = token_index.to(index.device)
+        self.context = self.context.index_select(0, token_index)
+        self.text_rotary = _positions_of(self.text_rotary, token_index)
 
 
-def _positions_of(rotary: Rotary | None, items: Tensor) -> Rotary | None:
-    return rotary and (rotary[0].index_select(0, items), rotary[1].index_select(0, items))
+def _positions_of(rotary: Rotary | None, token_index: Tensor) -> Rotary | None:
+    return rotary and (rotary[0].index_select(0, token_index), rotary[1].index_select(0, token_index))
 
 
-def _selected(stream: Stream, rows: Sequence[int], kept: Sequence[int]) -> tuple[Stream, Tensor]:
-    """Return the stream of some rows, in ascending order, and the indexes of their items.
+def _selected(layout: RowLayout, rows: Sequence[int], kept: Sequence[int]) -> tuple[RowLayout, Tensor]:
+    """Return a layout of the selected rows, which must ascend, and the indexes of their tokens.
 
     Args:
-        kept: Number of the rows that are in each part.
+        layout: The layout of all rows.
+        rows: The selected rows.
+        kept: Number of selected rows in each part.
     """
-    offsets = stream.offsets
-    counts = [(count, part.count) for count, part in zip(kept, stream.parts, strict=True) if count]
+    offsets = layout.offsets
+    counts = [(count, part.count) for count, part in zip(kept, layout.parts, strict=True) if count]
     index = torch.cat([torch.arange(offsets[row], offsets[row + 1]) for row in rows])
-    return Stream.of(counts, stream.spans), index
+    return RowLayout.of(counts, layout.spans), index
 
 
 class PackedBackbone:
-    """A second backbone over the modules of a transformer's, for rows of several sizes.
+    """A backbone for rows of several sizes, over the modules of a transformer that has a plain backbone, too.
 
-    Its predictions equal those of the first one up to the last bits of sums.
+    Its predictions equal those of the plain backbone, apart from rounding in sums.
     """
 
     def __init__(self, plain: Sd3Backbone | FluxBackbone) -> None:
@@ -98,8 +101,8 @@ class PackedBackbone:
         for part, rows in zip(parts, pairwise(ends), strict=True):
             with self.spans.packed(_row_offsets(*rows, ends[-1])):
                 states.append(self._plain.begin(part))
-        image = Stream.of([(len(state.hidden), state.hidden.shape[1]) for state in states], self.spans)
-        text = Stream.of([(len(state.context), state.context.shape[1]) for state in states], self.spans)
+        image = RowLayout.of([(len(state.hidden), state.hidden.shape[1]) for state in states], self.spans)
+        text = RowLayout.of([(len(state.context), state.context.shape[1]) for state in states], self.spans)
         return PackedActivations(
             hidden=torch.cat([state.hidden.flatten(0, 1) for state in states]),
             embedding=torch.cat([state.embedding for state in states]),
@@ -130,8 +133,8 @@ class PackedBackbone:
         def run(activations: Activations) -> None:
             state = _packed(activations)
             state.points.pop(index - 1, None)
-            picture = AllTokens(items=state.hidden, stream=state.image, rotary=state.rotary)
-            prompt = AllTokens(items=state.context, stream=state.text, rotary=state.text_rotary)
+            picture = AllTokens(tokens=state.hidden, layout=state.image, rotary=state.rotary)
+            prompt = AllTokens(tokens=state.context, layout=state.text, rotary=state.text_rotary)
             state.hidden, state.context = run_block(block, path, picture, prompt, state.embedding, is_last=is_last)
             if index in self._points:
                 state.points[index] = state.hidden
@@ -159,10 +162,11 @@ def mixed_backbone(backbone: MadeBackbone) -> MixedBackbone | None:
 
 
 def _packed_positions(parts: Sequence[Activations], *, of_prompts: bool) -> Rotary | None:
-    """Return the positions of the tokens of all rows, of their prompts or else of their pictures.
+    """Return the rotary embedding of the packed tokens of all rows; None if the network has none.
 
     Args:
-        parts: The state of each part, whose positions begin with those of the prompt and hold for all of its rows.
+        parts: The state of each part. Its `rotary` is for one row, and starts with the prompt's tokens.
+        of_prompts: Whether to return the part for prompts; otherwise for pictures.
     """
     tables: list[Rotary] = []
     for part in parts:
@@ -175,10 +179,10 @@ def _packed_positions(parts: Sequence[Activations], *, of_prompts: bool) -> Rota
 
 
 def _row_offsets(first: int, last: int, rows: int) -> tuple[int, ...]:
-    """Return the offsets of `rows` rows in a call with the rows [first, last) alone."""
+    """Return the offsets of all `rows` rows in a call that has only the rows [first, last), one item per row."""
     return tuple(min(max(row, first), last) - first for row in range(rows + 1))
 
 
 def _packed(activations: Activations) -> PackedActivations:
-    assert isinstance(activations, PackedActivations), "they are what `begin` has made"
+    assert isinstance(activations, PackedActivations), "`begin` made the activations"
     return activations

@@ -113,11 +113,11 @@ class Embeds:
     added: Mapping[str, Tensor] = field(default_factory=dict)
     """Further conditions by their names in Diffusers, such as SDXL's text_embeds, [features], and time_ids, [6]."""
     any_length: bool = False
-    """Whether rows of one forward may have prompts of different lengths, because the network takes padded ones."""
+    """Whether rows of one forward pass may have prompts of different lengths; the network then reads padded prompts."""
 
     @property
     def tokens(self) -> int:
-        """Length that the prompts of one forward must have; 0 for any."""
+        """Length that all prompts of one forward pass must have; 0 for any length."""
         return 0 if self.any_length else len(self.prompt)
 
     @property
@@ -134,7 +134,7 @@ class Embeds:
     def stack(embeds: Sequence[Embeds]) -> Embeds:
         """Return the conditions of several rows, with a first dimension of rows in each tensor.
 
-        Prompts of any length are padded with zeros to the longest one.
+        Prompts that may differ in length (`any_length`) are padded with zeros to the longest one.
 
         Raises:
             ValueError: The rows have different conditions.
@@ -157,7 +157,7 @@ class GroupKey:
     shape: tuple[int, int, int]
     """Shape of the latent, [channels, height, width]."""
     tokens: int
-    """Length of the prompt embeddings; 0 if it may differ."""
+    """Length of the prompt embeddings; 0 if rows may differ in it."""
     dtype: torch.dtype
     weights: SetKey = ()
     """The LoRA set that is patched into the weights; empty for unchanged weights. Rows whose LoRAs are applied beside
@@ -243,20 +243,20 @@ class Row:
 
 
 def arranged(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with those of one LoRA set side by side, largest sets first, and in each those of one size."""
+    """Group the rows by LoRA set, the set with most rows first, and within a set by size."""
     counts = Counter(row.loras.key for row in rows if row.loras is not None)
-    sizes = {size: place for place, size in enumerate(dict.fromkeys(row.size for row in rows))}
+    sizes = {size: index for index, size in enumerate(dict.fromkeys(row.size for row in rows))}
 
-    def place(row: Row) -> tuple[int, SetKey, int]:
+    def sort_key(row: Row) -> tuple[int, SetKey, int]:
         key, count = ((), 1) if row.loras is None else (row.loras.key, -counts[row.loras.key])
         return count, key, sizes[row.size]
 
-    return sorted(rows, key=place)
+    return sorted(rows, key=sort_key)
 
 
 _CONDITION = "condition."
 _PROMPT = "prompt"
-# Part with the number of tokens of each half's prompt, int64 [halves], if they may differ.
+# Name of the message part with the number of tokens of each half's prompt, int64 [halves]. Only if these may differ.
 _LENGTHS = "prompt_lengths"
 # The model families have up to three.
 _MAX_CONDITIONS = 8
@@ -297,7 +297,10 @@ def read_conditions(parts: Mapping[str, Tensor], halves: Sequence[Half]) -> dict
 
 
 def _read_lengths(lengths: Tensor | None, prompt: Tensor) -> list[int]:
-    """Return the number of tokens of each half's prompt, [halves, tokens, features]. May raise ValueError."""
+    """Return the number of tokens of each half's prompt. `prompt` is [halves, tokens, features].
+
+    Raises ValueError if the lengths do not fit the prompts.
+    """
     count, most = prompt.shape[:2]
     if lengths is None:
         return [most] * count

@@ -68,7 +68,7 @@ class ModelSamplers:
     Args:
         config: The model's scheduler configuration, without the defaults of its scheduler's class.
         steps: Number of denoising steps that `refusals` applies to.
-        sigmas: See `FlowSchedule`.
+        sigmas: See `FlowSchedule.sigmas`.
     """
 
     def __init__(self, config: Mapping[str, Any], *, steps: int, sigmas: Sigmas | None = None) -> None:

@@ -141,7 +141,7 @@ def make_scheduler(kind: SamplerKind, config: Mapping[str, Any], overrides: Mapp
 
 
 Sigmas: TypeAlias = Callable[[int], Sequence[float]]
-"""Returns the noise level before each step, from a number of steps."""
+"""Returns the noise level before each step, for a given number of steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +151,7 @@ class FlowSchedule:
     tokens: int = 0
     """Number of tokens of the picture, by which some schedules are shifted; 0 for the fewest."""
     sigmas: Sigmas | None = None
-    """Noise levels for a number of steps, before they are shifted; None for those of the scheduler."""
+    """Returns unshifted noise levels for a number of steps; None if the scheduler computes them."""
 
 
 def set_timesteps(scheduler: Any, schedule: Schedule, flow: FlowSchedule, *, steps: int) -> None:

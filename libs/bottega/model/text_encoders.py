@@ -1,4 +1,4 @@
-"""The text encoders of a model: what they make of a text, where their weights are, and the cache of encoded texts.
+"""The text encoders of a model: encoded texts, the location of the encoders' weights, and a cache of encoded texts.
 
 T5 of Stable Diffusion 3 has more weights than the denoising network. An encoder that is kept on the host takes device
 memory for one block of layers: the blocks' weights are copied to the device one after the other, each before it
@@ -33,7 +33,7 @@ class EncodedText:
     """One vector for the whole text, by which similar prompts are found, [features]."""
 
     def to(self, dtype: torch.dtype) -> EncodedText:
-        """Return the text with tensors of an element type, because text encoders may have another than the network."""
+        """Return a copy with tensors of `dtype`, because text encoders may use another type than the network."""
         added = {name: tensor.to(dtype) for name, tensor in self.added.items()}
         return EncodedText(prompt=self.prompt.to(dtype), added=added, summary=self.summary.to(dtype))
 

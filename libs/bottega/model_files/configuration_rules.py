@@ -359,9 +359,9 @@ def _broken_sizes(configs: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _broken_lengths(configs: Mapping[str, Mapping[str, Any]], family: str) -> Iterator[str]:
-    """Yield a sentence for each of CLIP's tokenizers that makes more tokens than its encoder reads, or than the other.
+    """Yield a sentence for each CLIP tokenizer that makes more tokens than its encoder, or the other encoder, reads.
 
-    The pipelines cut those of T5 and Qwen3, which read any number of tokens.
+    T5 and Qwen3 read any number of tokens, and the pipelines cut their prompts.
     """
     name = "model_max_length"
     read = [part for part in configs if class_of(part, family).startswith("CLIPText")]
@@ -394,4 +394,4 @@ _CLASSES: Mapping[str, tuple[Sequence[FieldRule], _Rules]] = {
     "ZImageTransformer2DModel": (Z_IMAGE_RULES, check_z_image_config),
     "AutoencoderKL": (VAE_RULES, check_vae_config),
 }
-"""Rules for the fields of a part's configuration, and the check of the whole of it, by the part's class."""
+"""Rules for the fields of a part's configuration, and a check of the whole configuration, by the part's class."""

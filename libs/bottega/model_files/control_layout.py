@@ -49,11 +49,11 @@ class ControlLayout:
     For a transformer, width of the tokens and 0, for each block of the model or of the ControlNet.
     """
     singles: int = 0
-    """How many of the points, the last ones, are of single blocks, which Flux.1 has after the others."""
+    """Number of points that belong to single blocks (Flux.1). They come last in `points`."""
     patch: int = 0
     """Side of the patches of the latent that are a transformer's tokens; 0 for a UNet."""
     transformer: str = ""
-    """Family of the models whose transformer it is, such as `flux`; empty for a UNet."""
+    """Family of the models that have this transformer, such as `flux`; empty for a UNet."""
 
     def __post_init__(self) -> None:
         if not self.points:
@@ -63,7 +63,7 @@ class ControlLayout:
 
     @property
     def doubles(self) -> int:
-        """Number of the points that are not of single blocks."""
+        """Number of points that do not belong to single blocks."""
         return len(self.points) - self.singles
 
     @property
@@ -173,7 +173,7 @@ def _layout(config: Mapping[str, Any], latent_scale: int) -> ControlLayout:
     if "joint_attention_dim" in config:  # a transformer
         width, singles = config["attention_head_dim"] * config["num_attention_heads"], config.get("num_single_layers")
         of_flux = singles is not None
-        # Flux Fill's transformer also reads a mask and an image; what it returns has the channels of latents.
+        # Flux Fill's transformer also reads a mask and an image, so only its output has the channels of latents.
         channels = (config.get("out_channels") or config["in_channels"]) // FLUX_PATCH**2
         return ControlLayout(
             latent_channels=channels if of_flux else config["in_channels"],

@@ -86,7 +86,7 @@ _UNION_EMBEDDING = (48, 96, 192, 384)
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class _Arguments:
-    """The arguments of a network's class in Diffusers, with its names and defaults."""
+    """The arguments of a ControlNet class of Diffusers, with the names and defaults of that class."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -143,7 +143,7 @@ class NetworkConfig(_Arguments):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class UnionConfig(NetworkConfig):
-    """The arguments of ControlNetUnionModel. These unions are made for SDXL."""
+    """The arguments of ControlNetUnionModel, the class of unions for SDXL."""
 
     addition_embed_type: Literal["text_time"]
     mid_block_type: Literal["UNetMidBlock2DCrossAttn"] = "UNetMidBlock2DCrossAttn"
@@ -199,7 +199,7 @@ class FluxNetworkConfig(_Arguments):
 
     patch_size: Literal[1] = 1
     in_channels: Annotated[int, Field(ge=4, le=1024, multiple_of=4)] = 64
-    """Channels of a token, which is four elements of the latent."""
+    """Channels of a token: four times the channels of the latent, because a token is a patch of 2x2 elements."""
     num_layers: Annotated[int, Field(ge=0, le=_MAX_BLOCKS)] = 19
     num_single_layers: Annotated[int, Field(ge=0, le=_MAX_BLOCKS)] = 38
     attention_head_dim: Annotated[int, Field(ge=6, le=1024)] = 128

@@ -25,7 +25,7 @@ from bottega.state_folder import make_private, write_whole
 from bottega.storage.folders import listed, open_below
 
 _PIECE_BYTES = 4 << 20
-# Of configurations, vocabularies, and templates of chats.
+# Endings of configurations, vocabularies and chat templates.
 _CONFIGURATIONS = frozenset({".jinja", ".json", ".txt"})
 # Smaller files are hashed in less than .1 s.
 _LEAST_KEPT_BYTES = 64 << 20
@@ -208,7 +208,7 @@ def controlnet_digest(folder: Path, root: Path | None = None) -> str:
 
 
 def controlnet_files(folder: Path) -> list[Path]:
-    """Return the files of a ControlNet that its digest is made of. Raises OSError."""
+    """Return the files of a ControlNet that its digest covers. Raises OSError."""
     return [folder / FILE, *listed(folder, ".safetensors", most=rules.MAX_CONTROLNET_FILES, deep=True)]
 
 

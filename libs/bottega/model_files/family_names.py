@@ -26,7 +26,7 @@ class FamilyFacts:
     pipeline: str
     """Class in the model_index.json of a folder that is made from a single file."""
     scheduler: str
-    """Scheduler class in the model_index.json of a folder that is made from a single file."""
+    """Scheduler class that is written to model_index.json when a single file is converted to a folder."""
     prediction_type: str = EPSILON
     """What its networks predict if nothing says so; UNets for inpainting predict the noise in every family."""
     scaling_factor: float = 0.18215

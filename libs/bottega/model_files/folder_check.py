@@ -22,7 +22,7 @@ from bottega.model_files.tokenizer_check import TOKENIZER_CHECKS, check_tokenize
 from bottega.model_files.vae_rules import latent_scale
 from bottega.model_files.weights import DIFFUSERS, TRANSFORMERS, Weights, choose_variant, read_weights, variants_of
 
-# Side of the latent of usual pictures of transformers whose configurations do not say it.
+# Default side of a latent, for transformers whose configurations do not contain it.
 _LATENT_SIDE = FAMILIES[FLUX].latent_side
 
 

@@ -16,7 +16,8 @@ _PICKLES = frozenset({".bin", ".ckpt", ".pt", ".pth"})
 _PICKLE = "it is pickled, and only safetensors are opened; convert it"
 _BAD_NAME = f"nobody can ask for its name; rename it: {rules.ADAPTER_NAMES}"
 _SAME_NAME = "it has the name of another file or folder here; rename one of them"
-# Of a device. SDXL's ControlNets have half the weights of its UNet, and forward passes as many rows.
+# Share of a device's memory. SDXL's ControlNets have half the weights of its UNet, and forward passes with equally many
+# rows.
 _CONTROLNETS_SHARE = 0.25
 _SAME_NAME_OF_MODELS = "the model {} has an adapter of the same name; rename one of them"
 
@@ -48,9 +49,9 @@ def own_loras(model: Path) -> OwnFiles:
 
 
 def controlnets_share(models: Iterable[Path], servers: int) -> float:
-    """Return the share of a device's memory that ControlNet servers get together beside workers.
+    """Return the share of a device's memory that all ControlNet servers together get if workers use the device, too.
 
-    It is 0 if they begin with no ControlNets; those that are added later get what is free then.
+    It is 0 if the servers start without ControlNets; ControlNets that are added later use memory that is free then.
     """
     return _CONTROLNETS_SHARE if servers and any(own_controlnets(model).hosted for model in models) else 0.0
 

@@ -43,7 +43,7 @@ class ModelReport:
 
     folder: Path
     family: str = ""
-    """A name in `TITLES`, such as `sd15`, else the display name of another kind of model; empty if unknown."""
+    """A key of `TITLES`, such as `sd15`, or the display name of a model that is not served; empty if unknown."""
     pipeline_class: str = ""
     """`_class_name` of model_index.json."""
     parts: Mapping[str, PartReport] = field(default_factory=dict)

@@ -1,9 +1,9 @@
 """Checks the names and shapes of a part's tensors, in the headers of its files, against its configuration.
 
 `unet_tensors`, `controlnet_tensors`, `vae_tensors` and `text_encoder_tensors` yield the names and shapes in a network's
-`state_dict()`; those of transformers are in `transformer_rules` and `z_image_rules`. They require a valid configuration
-with a value for each field that they read; see `unet_rules`, `controlnet_config` and `vae_rules`. They yield one tensor
-at a time, because a configuration may describe any number.
+`state_dict()`; the functions for transformers are in `transformer_rules` and `z_image_rules`. They require a valid
+configuration with a value for each field that they read; see `unet_rules`, `controlnet_config` and `vae_rules`. They
+yield one tensor at a time, because a configuration may describe any number.
 """
 
 from __future__ import annotations

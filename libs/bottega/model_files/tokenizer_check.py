@@ -1,4 +1,4 @@
-"""Checks the vocabularies and merges of tokenizers. No torch, and no tokenizer is loaded."""
+"""Checks the vocabularies and merges of tokenizers, without torch and without loading a tokenizer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from bottega.plain_text import excerpt
 # Tokenizer files of CLIP have 2 MiB.
 _MAX_TOKENIZER_BYTES = 32 << 20
 _SHOWN_CHARACTERS = 60
-# Padding, end and unknown token, by their places in T5's vocabulary.
+# T5's vocabulary starts with the tokens for padding, end and unknown.
 _T5_SPECIAL_TOKENS = 3
 _T5_SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>"}
 _CHAT_TEMPLATE = "chat_template.jinja"
@@ -28,7 +28,7 @@ def check_tokenizer(
         folder: Folder of the tokenizer.
         config: Contents of its tokenizer_config.json.
         vocab_size: Number of tokens that the text encoder knows.
-        special: Tokens that it must have, with their defaults, by the field that names them.
+        special: Tokens that the vocabulary must have: the default, by the configuration's field that names the token.
     """
     whole = folder / "tokenizer.json"
     try:
@@ -64,9 +64,9 @@ def check_tokenizer(
 
 
 def _check_chat_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_size: int) -> Iterator[str]:
-    """Yield a sentence, with the file's name, for each fault of the tokenizer of a language model.
+    """Yield a sentence, with the file's name, for each fault of a language model's tokenizer.
 
-    The arguments are those of `check_tokenizer`.
+    See `check_tokenizer` for the arguments.
     """
     yield from check_tokenizer(folder, config, vocab_size=vocab_size, special={})
     if not (isinstance(config.get("chat_template"), str) or is_there(folder / _CHAT_TEMPLATE)):
@@ -119,7 +119,7 @@ def _check_t5_tokenizer(folder: Path, config: Mapping[str, object], *, vocab_siz
 
 
 TOKENIZER_CHECKS = {"T5EncoderModel": _check_t5_tokenizer, "Qwen3Model": _check_chat_tokenizer}
-"""Checks by the class of the text encoder; tokenizers of others are checked by `check_tokenizer` alone."""
+"""The check for each class of text encoder; all other classes use `check_tokenizer`."""
 
 
 def _is_piece(piece: object) -> bool:

@@ -290,7 +290,7 @@ def flux_controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
 
 
 def _flux_blocks(config: Mapping[str, Any]) -> Tensors:
-    """Yield the tensors of Flux's blocks, and those that embed their inputs."""
+    """Yield the tensors of Flux's blocks and of the layers that embed the inputs."""
     head = config["attention_head_dim"]
     width = head * config["num_attention_heads"]
     guidance = {"guidance": _TIME_FEATURES} if config["guidance_embeds"] else {}

@@ -24,13 +24,13 @@ from bottega.model_files.transformer_rules import Tensors
 
 # Published transformers have 30 blocks and 30 heads, and their text encoder has 36 layers.
 _MOST_BLOCKS, _MOST_HEADS, _MOST_WIDTH = 256, 1024, 65_536
-# Side of the patches of a latent that the pipelines make, and frames of a picture.
+# The pipelines split a latent into patches with this side, and pass a picture as this number of frames.
 _PATCH, _FRAMES = 2, 1
-# The network embeds timesteps by so many sines and cosines, with so many hidden features, in at most so many.
+# Sizes of the timestep embedding: sines and cosines, hidden features, and the maximum of its features.
 _TIME_FEATURES, _TIME_HIDDEN, _TIME_WIDTH = 256, 1024, 256
-# Axes of the rotary positions: tokens of the prompt and then the picture, rows, and columns.
+# A rotary position has three axes: the token (prompts first, then the picture), the row, and the column.
 _AXES = 3
-# Tokens of a prompt that the suite serves, and the place after them, which the tokens of the picture have.
+# The first axis must have positions for 512 tokens of a prompt, and for the picture after them.
 _LEAST_PLACES = 512 + 2
 
 
@@ -167,10 +167,10 @@ def z_image_tensors(config: Mapping[str, Any]) -> Tensors:
 
 
 def _block(block: str, config: Mapping[str, Any], *, time: int | None) -> Tensors:
-    """Yield the tensors of a block.
+    """Yield the names and shapes of a block's tensors.
 
     Args:
-        time: Features of the timestep's embedding; None for blocks that do not read it.
+        time: Number of features of the timestep embedding; None for blocks that do not read it.
     """
     width = config["dim"]
     hidden = int(width / 3 * 8)
@@ -216,7 +216,7 @@ def qwen3_tensors(config: Mapping[str, Any]) -> Tensors:
 
 
 def _key_heads(config: Mapping[str, Any]) -> int:
-    """Return the number of heads of keys and values, of which several of queries may share one."""
+    """Return the number of heads of keys and values. Several query heads may share one of them."""
     return int(config["num_key_value_heads"] or config["num_attention_heads"])
 
 

@@ -40,8 +40,8 @@ _CONNECT_S = 3.0
 _POOL_WAIT_S = 3.0
 _POOL_RETRY_S = 1.0
 _MAX_WAITING = 4096
-# Largest time of one statement. If each takes 2 s, the scheduler keeps its lease, and transactions work or fail with a
-# status.
+# Maximum duration of one statement. Even if each statement takes 2 s, the scheduler keeps its lease, and transactions
+# either work or fail with a status.
 _STATEMENT_S = 5.0
 _LOCK_S = 3.0
 # Bound on a statement outside transactions, on this side.

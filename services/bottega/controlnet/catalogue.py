@@ -1,7 +1,7 @@
 """The catalogue of a server's ControlNets by name and folder, and measured profiles by digest.
 
-ControlNets are configured, or callers have added them. The added ones and the profiles are stored in one SQLite file.
-With a database, it is a copy of what all servers share (shared_catalogue.py).
+ControlNets are configured, or callers have added them. Added ControlNets and profiles are stored in one SQLite file. If
+a database is configured, the file is a copy of the catalogue that all servers share (shared_catalogue.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAX_PATH_CHARACTERS = 4096
 # Names for the embedded model's own ControlNets in a configuration, wherever the model is installed.
 _EMBEDDED = {f"miniature/{name}": str(WEIGHTS / "controlnets" / name) for name in ("edges", "layout")}
 MAX_PROFILED = 4096
-"""Upper bound on ControlNets with profiles, several times what a server hosts. The oldest are removed first."""
+"""Maximum number of ControlNets with profiles, several times what a server hosts. The oldest are removed first."""
 
 _ADDED = RecordTable(name="controlnets", fixed=("name TEXT", "folder TEXT"))
 _PINS = RecordTable(name="pins", fixed=("name TEXT",))
@@ -111,8 +111,8 @@ def _shared_catalogue(config: ControlNetConfig) -> SharedControlNetCatalogue | N
     return SharedControlNetCatalogue(config.database, files)
 
 
-def is_full(owner: str) -> TooLarge:
-    """Return the error for a ControlNet too many. `owner` begins its sentence."""
+def too_many_controlnets_error(owner: str) -> TooLarge:
+    """Return the error for too many ControlNets. `owner` is the start of its sentence, such as "the server hosts"."""
     return TooLarge(f"{owner} {MAX_CONTROLNETS} ControlNets, the maximum", metadata={"limit": "controlnets"})
 
 
@@ -127,7 +127,7 @@ class ControlNetCatalogue:
 
     Args:
         root: Folder that must contain all added folders; None forbids adding.
-        fixed: ControlNets of the configuration: folders by name.
+        fixed: Folders of the configured ControlNets, by name.
         shared: The catalogue of all servers in a database; None if there is none.
     """
 
@@ -155,7 +155,7 @@ class ControlNetCatalogue:
     async def open(self) -> None:
         """Open the catalogue's file, and read the ControlNets added by callers.
 
-        Raises ConfigError, DataLoss, StorageUnavailable. A shared catalogue may be away, and is opened later.
+        Raises ConfigError, DataLoss, StorageUnavailable. If the shared catalogue cannot be reached, it is opened later.
         """
         if self.shared is not None:
             with contextlib.suppress(StorageUnavailable):
@@ -195,13 +195,13 @@ class ControlNetCatalogue:
         """Folders of the hosted ControlNets that callers have added, relative to the root, by name."""
         return {name: self._below(Path(folder)) for name, folder in self._added.items() if name not in self._fixed}
 
-    def checked(self, name: str, folder: str, digest: str = "") -> Path:
-        """Return the folder, if a caller may add it under this name. Reads the disk.
+    def check_folder(self, name: str, folder: str, digest: str = "") -> Path:
+        """Return the path of a folder that a caller wants to add, or raise if it must not be added. Reads the disk.
 
         Raises InvalidRequest, ControlNetExists for a configured name, and TooLarge if there are too many.
 
         Args:
-            digest: Hash that its files must have, as in Hosted; "" for any.
+            digest: Hash that the files must have, as in Hosted; "" for any.
         """
         violations = []
         if not rules.is_adapter_name(name):
@@ -212,7 +212,7 @@ class ControlNetCatalogue:
         if name in self._fixed:
             raise ControlNetExists(f"the server's configuration has a ControlNet {name}; add it under another name")
         if name not in self.folders and len(self.folders) >= MAX_CONTROLNETS:
-            raise is_full("the server hosts")
+            raise too_many_controlnets_error("the server hosts")
         path = self._below_root(folder)
         if digest and _digest_of(path, self.root) != digest:
             raise _refused(f"the files of {path} are not those that were added as {name}; copy them to this machine")
@@ -247,7 +247,7 @@ class ControlNetCatalogue:
 
     def _below(self, folder: Path) -> str:
         """Return the path of an added folder relative to the root."""
-        assert self.root is not None, "without a root, none is added"
+        assert self.root is not None, "without a root, no ControlNet is added"
         return str(folder.relative_to(self.root))
 
     def _below_root(self, folder: str) -> Path:
@@ -326,7 +326,7 @@ class ProfileStore:
         return self._profiles.get(digest, ())
 
     async def set(self, digest: str, profile: ResidualProfile, *, share: bool = True) -> None:
-        """Store a profile, also in the shared catalogue if `share`. It replaces the one for the same base model.
+        """Store a profile, also in the shared catalogue if `share`. It replaces the profile for that base model.
 
         Raises StorageUnavailable if it could not be stored.
         """

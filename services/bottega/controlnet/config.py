@@ -47,7 +47,7 @@ class ControlNetEngineConfig:
     0: the memory that is free when the engine starts, less a reserve. On a CPU it must be 0.
     """
     device_memory_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Largest share of the GPU's memory for the engine, if device_memory_mib is 0."""
+    """Maximum share of the GPU's memory that the engine may use, if device_memory_mib is 0."""
     budget_bytes: AtLeastOne = 8 << 30
     """Upper bound on the bytes of loaded weights; three quarters of the device's memory if that is less."""
     max_rows: AtLeastOne = 16
@@ -94,15 +94,16 @@ class ControlNetConfig(MemberConfig):
     database: str = ""
     """URL of a PostgreSQL database (15 or newer) with the ControlNets that callers add, and their profiles.
 
-    Such as postgresql://bottega@db.example/bottega, with the password in PGPASSWORD or PGPASSFILE. All servers with
-    this URL host what is added at one of them. They need `objects`, or the same files below `root`, such as a network
-    folder. `catalogue` has a copy of the list, with which a server goes on while the database is away. Empty: only
-    `catalogue`.
+    An example is postgresql://bottega@db.example/bottega, with the password in PGPASSWORD or PGPASSFILE. A ControlNet
+    that is added at one server is hosted by all servers with this URL. They need `objects`, or equal files below
+    `root`, for example in a network folder. `catalogue` has a copy of the list, which a server uses while the database
+    is away. If empty, the list is only in `catalogue`.
     """
     objects: ObjectsAddress = ""
-    """Where the files of ControlNets in `database` are stored: s3://bucket/prefix. Others' are copied below `root`.
+    """Where the files of ControlNets in `database` are stored: s3://bucket/prefix.
 
-    No other database may use the prefix, and no other machine the folder `root`. Endpoint, region, credentials and
+    Files of ControlNets that were added at other servers are copied below `root`. No other database may use the prefix,
+    and no other machine may use the folder `root`. Endpoint, region, credentials and
     encryption come from the environment, as for the gateway's `objects`. It needs the package obstore.
     """
     start_stall_s: Seconds = 120.0

@@ -182,12 +182,12 @@ class ControlNetServer:
         return found
 
     async def add(self, name: str, folder: str, *, digest: str = "") -> Hosted:
-        """Host another ControlNet and store it. `digest` is that of one from the shared catalogue, "" of a caller's.
+        """Host another ControlNet and store it. `digest` is its hash in the shared catalogue; "" if a caller adds it.
 
         Raises InvalidRequest, ControlNetExists, TooLarge, ControlNetUnusable, StorageUnavailable, Unavailable.
         """
         async with self._adding:
-            path = await asyncio.to_thread(self._catalogue.checked, name, folder, digest)
+            path = await asyncio.to_thread(self._catalogue.check_folder, name, folder, digest)
             self._start_engine()
             await asyncio.shield(self._first_hosting)
             await self._inspector.inspect(name, path, self._catalogue.root)
@@ -199,7 +199,7 @@ class ControlNetServer:
         return hosted
 
     async def set_profile(self, name: str, digest: str, profile: ResidualProfile, *, shared: bool = False) -> Hosted:
-        """Store a measured profile of a hosted ControlNet. `shared`: it comes from the shared catalogue.
+        """Store a measured profile of a hosted ControlNet. `shared` says that it comes from the shared catalogue.
 
         Raises ControlNetNotFound if none with that name and digest is hosted, and StorageUnavailable.
         """

@@ -1,10 +1,10 @@
 """The catalogue of ControlNets in PostgreSQL, which all servers of a fleet share, and how a server follows it.
 
-Import this module only where a database is configured: it needs the extra `postgresql`. A row names the folder of a
-ControlNet, below the root of every server, and the hash of its files. What a caller adds at one server is thus hosted
-by all, also by those that join later. The files are not in the database: the root is a folder that all servers mount,
-or has the same files on each machine, or a server gets them from S3 (shared_files.py). It hosts no files with another
-hash.
+Import this module only where a database is configured: it needs the extra `postgresql`. A row has the folder of a
+ControlNet, relative to the root of every server, and the hash of its files. A ControlNet that a caller adds at one
+server is thus hosted by all servers, also by those that join later. The files are not in the database: all servers
+mount the root, or each machine has a copy of it, or servers get the files from S3 (shared_files.py). A server refuses
+files whose hash differs.
 
 Each server keeps a copy in its own catalogue, so that it starts and serves while the database is away.
 """
@@ -22,7 +22,13 @@ from typing import TYPE_CHECKING
 
 from bottega.adapter_rules import MAX_PROFILES
 from bottega.background_tasks import BackgroundTasks
-from bottega.controlnet.catalogue import MAX_CONTROLNETS, MAX_PROFILED, ControlNetCatalogue, is_full, read_profile
+from bottega.controlnet.catalogue import (
+    MAX_CONTROLNETS,
+    MAX_PROFILED,
+    ControlNetCatalogue,
+    read_profile,
+    too_many_controlnets_error,
+)
 from bottega.errors import BottegaError, InvalidRequest, StorageUnavailable, Unavailable
 from bottega.storage.postgresql import Migration, PostgresDatabase, lock, rows_of
 from bottega.v1.hosted_pb2 import ResidualProfile
@@ -54,19 +60,19 @@ _MIGRATIONS = (
 _PROFILES = "bottega_controlnet_profiles"
 _DROP_PROFILES = f"""
     DELETE FROM {_PROFILES} WHERE (digest, model_hash) = (%(digest)s, %(model_hash)s)
-        -- The oldest of the others, of this ControlNet and of all.
+        -- The oldest of the other profiles: of this ControlNet, then of all ControlNets.
         OR digest = %(digest)s AND number <= (SELECT number FROM {_PROFILES}
             WHERE digest = %(digest)s AND model_hash <> %(model_hash)s ORDER BY number DESC OFFSET %(others)s LIMIT 1)
         OR number <= (SELECT number FROM {_PROFILES} WHERE (digest, model_hash) <> (%(digest)s, %(model_hash)s)
             ORDER BY number DESC OFFSET %(all)s LIMIT 1)
 """
 _ADD_PROFILE = f"INSERT INTO {_PROFILES} (digest, model_hash, profile) VALUES (%(digest)s, %(model_hash)s, %(profile)s)"
-# Channel of the notifications of changes.
+# PostgreSQL channel on which servers notify each other of changes.
 _CHANNEL = "bottega_controlnets"
-# Seconds between two looks at the catalogue, in case a notification was missed.
-_LOOK_S = 30.0
-# Seconds after which a ControlNet that could not be hosted is tried again: its files may be copied by then. To compare
-# them may take seconds.
+# Seconds between two reads of the catalogue, in case a notification was missed.
+_SYNC_S = 30.0
+# Seconds until the server tries again to host a ControlNet that it could not host: an operator may have copied its
+# files by then. A try is expensive, because hashing the files may take seconds.
 _RETRY_S = 300.0
 
 
@@ -76,7 +82,7 @@ class SharedControlNet:
 
     name: str
     folder: str
-    """Its folder, relative to the root of a server."""
+    """Folder of the ControlNet, relative to the root of a server."""
     digest: str
     """Hash of its files, as in Hosted."""
     files: str
@@ -90,7 +96,7 @@ class SharedControlNetCatalogue:
 
     Args:
         url: A `postgresql://` URL.
-        files: The files of the ControlNets in S3; None if servers have them otherwise.
+        files: The files of the ControlNets in S3; None if all servers have the files on disk.
     """
 
     def __init__(self, url: str, files: SharedFiles | None = None) -> None:
@@ -101,9 +107,10 @@ class SharedControlNetCatalogue:
         self._migrated = False
 
     async def open(self) -> None:
-        """Connect, and create or upgrade the tables. Does nothing if that was done.
+        """Connect, and create or upgrade the tables. Do nothing if that has succeeded before.
 
-        Raises ConfigError if the database cannot be used, also later than at the start.
+        Raises ConfigError if the database cannot be used. This may happen long after the start, if the database was
+        away.
         """
         if not self._migrated:
             await self.database.open()
@@ -127,7 +134,7 @@ class SharedControlNetCatalogue:
             query = "SELECT count(*) FROM bottega_controlnets WHERE name <> %s"
             ((others,),) = await rows_of(connection, query, (name,))
             if others >= MAX_CONTROLNETS:
-                raise is_full("the shared catalogue has")
+                raise too_many_controlnets_error("the shared catalogue has")
             await connection.execute(
                 "INSERT INTO bottega_controlnets VALUES (%s, %s, %s, '') ON CONFLICT (name)"
                 " DO UPDATE SET (folder, digest, files) = (excluded.folder, excluded.digest, excluded.files)",
@@ -156,7 +163,7 @@ class SharedControlNetCatalogue:
             await asyncio.to_thread(self.files.sweep, digests, [files for _, files in rows], objects)
 
     async def set_profile(self, digest: str, profile: ResidualProfile) -> None:
-        """Store a profile of the ControlNet with that digest. It replaces the one for the same base model."""
+        """Store a profile of the ControlNet with this digest. It replaces the profile for that base model."""
         await self.open()
         async with self.database.transaction() as connection:
             await lock(connection, _COMPONENT)
@@ -181,7 +188,7 @@ class SharedControlNetCatalogue:
         ]
 
     async def profiles_of(self, digests: Sequence[str]) -> Mapping[str, Sequence[ResidualProfile]]:
-        """Return the profiles of ControlNets by digest, oldest first. Damaged ones are logged and skipped."""
+        """Return the profiles of ControlNets by digest, oldest first. Log and skip damaged profiles."""
         query = f"SELECT digest, profile FROM {_PROFILES} WHERE digest = ANY(%s) ORDER BY number"
         found: dict[str, list[ResidualProfile]] = {}
         for digest, raw in await self.database.fetch(query, (list(digests),)):
@@ -190,12 +197,12 @@ class SharedControlNetCatalogue:
 
 
 class CatalogueFollower:
-    """Makes a server host what callers have added at other servers, and tells these what was added here before.
+    """Makes a server host the ControlNets that callers have added at other servers, and shares its own ControlNets.
 
     Args:
         catalogue: The catalogue of the server.
         shared: The shared catalogue.
-        server: The server, which has started.
+        server: The server; it must have started.
     """
 
     def __init__(
@@ -224,9 +231,9 @@ class CatalogueFollower:
 
     async def _follow(self) -> None:
         while True:
-            await self._look()
+            await self._sync()
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
+                async with asyncio.timeout(_SYNC_S):
                     await self._wake.wait()
             self._wake.clear()
 
@@ -235,7 +242,7 @@ class CatalogueFollower:
             async for _ in notifications:
                 self._wake.set()
 
-    async def _look(self) -> None:
+    async def _sync(self) -> None:
         try:
             nets = await self._shared.read()
             for net in nets:
@@ -248,7 +255,7 @@ class CatalogueFollower:
                 text = "the shared catalogue of ControlNets cannot be followed; the server goes on with its own copy"
                 _log.error(text, extra={"text": error.message})
             self._readable = False
-        except Exception:  # noqa: BLE001 - the boundary of the task: without it no change is seen any more
+        except Exception:  # noqa: BLE001 - the boundary of the task, which must go on
             _log.exception("following the shared catalogue of ControlNets failed; it is tried again")
         else:
             if not self._readable:
@@ -293,14 +300,14 @@ class CatalogueFollower:
                     return
 
     async def _sweep(self, nets: Sequence[SharedControlNet]) -> None:
-        """Delete files that are not needed any more, if something has changed."""
+        """Delete shared files that no ControlNet needs any more, if ControlNets have changed since the last call."""
         hosted = {net.digest for net in self._server.hosted}
         if self._shared.files is not None and self._swept != (nets, hosted):
             await self._shared.sweep(hosted)
             self._swept = nets, hosted
 
     async def _host(self, net: SharedControlNet) -> None:
-        """Make the server host a ControlNet, unless it does, or could not a short while ago."""
+        """Make the server host a ControlNet, unless it already hosts it or has failed to in the last `_RETRY_S`."""
         failed, reason, failed_at = self._failed.get(net.name, (None, "", 0.0))
         is_hosted = any((each.name, each.digest) == (net.name, net.digest) for each in self._server.hosted)
         if failed == net and not is_hosted and time.monotonic() - failed_at < _RETRY_S:
@@ -321,7 +328,7 @@ class CatalogueFollower:
                 self._catalogue.left_out.pop(net.name, None)
 
     async def _add(self, net: SharedControlNet) -> None:
-        """Make the server host a ControlNet from its own files, else from a copy of those in S3."""
+        """Make the server host a ControlNet from its own files, or else from a copy of the files in S3."""
         try:
             await self._server.add(net.name, net.folder, digest=net.digest)
         except InvalidRequest as error:

@@ -1,7 +1,7 @@
 """Files of shared ControlNets in S3, for servers whose machines have no folder in common. Needs the extra `s3`.
 
-Each file is an object with its SHA-256 as name. A server copies those of a ControlNet that was added at another one to
-root/shared/<digest>/.
+Each file is an object whose name is the SHA-256 of the file. If a ControlNet was added at another server, a server
+copies its files to root/shared/<digest>/.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from bottega.storage.s3 import S3Objects
 _NAMES = re.compile(r"[0-9a-f]{64}")
 _FOLDER = "shared"
 _INCOMING = ".incoming-"
-# Objects without a ControlNet stay for so long, because an upload writes them before it adds their ControlNet.
+# Seconds for which objects that belong to no ControlNet are kept: an upload writes objects before it adds the
+# ControlNet.
 _UNUSED_S = 86_400.0
 
 
@@ -36,7 +37,7 @@ class SharedFile:
     """A file of a ControlNet."""
 
     path: str
-    """Its path in the ControlNet's folder."""
+    """Path of the file in the ControlNet's folder."""
     sha256: str
     size_bytes: int
 
@@ -48,12 +49,12 @@ class SharedFiles:
     """The files of the ControlNets in a shared catalogue. All methods block, and may raise StorageUnavailable.
 
     Args:
-        place: s3://bucket/prefix.
-        root: Folder of the server's own ControlNets, and of the copies.
+        s3_url: s3://bucket/prefix.
+        root: Folder with the server's own ControlNets; copies are written below it, too.
     """
 
-    def __init__(self, place: str, root: Path) -> None:
-        self._objects = S3Objects(s3_location(place), names=_NAMES)
+    def __init__(self, s3_url: str, root: Path) -> None:
+        self._objects = S3Objects(s3_location(s3_url), names=_NAMES)
         self._root = root
         self._copies = root / _FOLDER
         self._closed = threading.Event()
@@ -63,14 +64,14 @@ class SharedFiles:
         self._closed.set()
 
     def open(self) -> None:
-        """Test S3, and remove what a killed process has copied in part."""
+        """Test S3, and remove incomplete copies of a killed process."""
         self._objects.probe()
         with os_errors.translated():
             for incoming in self._copies.glob(f"{_INCOMING}*"):
                 shutil.rmtree(incoming)
 
     def upload(self, folder: str) -> str:
-        """Upload the files of a ControlNet, whose folder is relative to the root, and return a description of them."""
+        """Upload the files of a ControlNet and return a description of them. `folder` is relative to the root."""
         found = self._root / folder
         files = []
         with os_errors.translated():
@@ -86,21 +87,21 @@ class SharedFiles:
     def fetch(self, digest: str, description: str) -> str:
         """Copy the files of a ControlNet below the root, unless it has them whole; return their folder in it.
 
-        Raises DataLoss if an object is not the file that was uploaded. The caller compares the digest.
+        Raises DataLoss if an object differs from the file that was uploaded. The caller must compare the digest.
         """
         if not _NAMES.fullmatch(digest):
             raise _damaged()
-        place = self._copies / digest
+        target = self._copies / digest
         with os_errors.translated():
-            if place.is_dir() and not self._is_whole(place, digest):
-                shutil.rmtree(place)
-            if not place.is_dir():
+            if target.is_dir() and not self._is_whole(target, digest):
+                shutil.rmtree(target)
+            if not target.is_dir():
                 make(self._copies)
                 with tempfile.TemporaryDirectory(prefix=_INCOMING, dir=self._copies) as incoming:
                     whole = Path(incoming) / digest
                     for file in _files(description):
                         self._copy(file, whole / file.path)
-                    whole.rename(place)
+                    whole.rename(target)
         return f"{_FOLDER}/{digest}"
 
     def unused_for_long(self) -> Sequence[str]:
@@ -147,7 +148,7 @@ class SharedFiles:
 
 
 def _files(description: str) -> Iterator[SharedFile]:
-    """Yield the files of a ControlNet. Raises DataLoss if the description is damaged, or names others."""
+    """Yield the files of a ControlNet. Raises DataLoss if the description is damaged, or has outside paths."""
     try:
         files = _FILES.validate_json(description)
     except ValidationError:

@@ -141,7 +141,7 @@ class LoraCatalogue:
             raise exists_otherwise(found)
         ((count,),) = connection.execute("SELECT count(*) FROM loras")
         if count >= MAX_LORAS:
-            raise is_full()
+            raise too_many_loras_error()
         _write(connection, record)
         return record
 
@@ -181,7 +181,7 @@ def exists_otherwise(found: CatalogueRecord) -> LoraExists:
     )
 
 
-def is_full() -> TooLarge:
+def too_many_loras_error() -> TooLarge:
     """Return the error for one LoRA too many."""
     return TooLarge(f"the store is full: it has {MAX_LORAS} LoRAs, the maximum", metadata={"limit": "loras"})
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from bottega.background_tasks import run_to_end
 from bottega.errors import DataLoss, StorageUnavailable
-from bottega.loras.catalogue import MAX_LORAS, exists_otherwise, is_full, log_damaged, not_found
+from bottega.loras.catalogue import MAX_LORAS, exists_otherwise, log_damaged, not_found, too_many_loras_error
 from bottega.loras.records import CatalogueRecord, damaged_row, description_of, description_stem, read_description
 from bottega.storage.postgresql import Connection, Migration, PostgresDatabase, lock, rows_of
 
@@ -84,7 +84,7 @@ class SharedCatalogue:
                 return await _write(connection, replace(found, trigger_words=record.trigger_words))
             ((count,),) = await rows_of(connection, "SELECT count(*) FROM bottega_loras")
             if count >= MAX_LORAS:
-                raise is_full()
+                raise too_many_loras_error()
             return await _write(connection, record)
 
     async def get(self, name: str) -> CatalogueRecord:

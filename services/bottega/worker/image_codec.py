@@ -211,7 +211,7 @@ def summary(spec: GenerationSpec, model_hash: str) -> str:
     # Where guidance is embedded, web UIs call its scale so, and the scale of both rows the usual name.
     distilled = spec.HasField("true_cfg_scale")
     cfg_scale = spec.true_cfg_scale if distilled else spec.guidance_scale
-    # Web UIs count it from 1 with every model.
+    # Web UIs count the scale from 1 with every model, so Z-Image's scale, which counts from 0, is increased.
     cfg_scale += spec.HasField("cfg_truncation")
     settings = {
         "Steps": str(spec.num_inference_steps),

@@ -14,7 +14,7 @@ def _configure(suite: SuiteSettings, name: str) -> dict[str, object]:
     workers = suite.options[_COUNT.name]
     model = suite.models[int(name.rpartition("-")[2]) % len(suite.models)]
     folders = [model.folder for model in suite.models]
-    # They have the same device, and ControlNet servers, too.
+    # All workers and ControlNet servers of the suite use one device.
     memory_share = (1 - controlnets_share(folders, suite.options.get("controlnet_servers", 0))) / workers
     return {
         "name": name,

@@ -180,7 +180,7 @@ async def test_other_files_than_those_that_were_added_are_not_hosted(
         assert _hosted(two) == {"depth": depth}
         shutil.rmtree(other)
         shutil.copytree(root, other)
-        monkeypatch.setattr(shared_catalogue, "_LOOK_S", 0.05)
+        monkeypatch.setattr(shared_catalogue, "_SYNC_S", 0.05)
         await one.add("more", "depth")  # so that it looks, and then again: the others failed a short while ago
         await eventually(lambda: set(_hosted(two)) == {"depth", "more"})
         monkeypatch.setattr(shared_catalogue, "_RETRY_S", 0.0)
@@ -282,7 +282,7 @@ async def test_without_the_database_a_server_hosts_its_copy_and_adds_nothing(
     url: str, root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    monkeypatch.setattr(shared_catalogue, "_LOOK_S", 0.05)
+    monkeypatch.setattr(shared_catalogue, "_SYNC_S", 0.05)
     async with _serving("one", url, root) as one:
         edges = (await one.add("edges", "edges")).digest
     server, database = shared_server(), urlsplit(url).path[1:]
@@ -341,7 +341,7 @@ async def test_only_what_the_server_itself_lacks_is_tried_again_at_once(
         tries.append(name)
         raise EngineStarting("it starts") if name == "edges" else StorageUnavailable("the disk is full")
 
-    monkeypatch.setattr(shared_catalogue, "_LOOK_S", 0.01)
+    monkeypatch.setattr(shared_catalogue, "_SYNC_S", 0.01)
     async with _serving("one", url, root) as one:
         await one.add("edges", "edges")
         await one.add("depth", "depth")

@@ -38,7 +38,7 @@ async def opened(root: Path | None, folder: Path, **fixed: str) -> AsyncIterator
 
 
 async def add(catalogue: ControlNetCatalogue, name: str, folder: str) -> None:
-    await catalogue.add(name, catalogue.checked(name, folder))
+    await catalogue.add(name, catalogue.check_folder(name, folder))
 
 
 async def test_what_was_added_is_there_after_a_restart_and_the_same_name_is_another_folder(
@@ -64,15 +64,15 @@ def test_no_folder_outside_the_root_is_taken_links_followed(root: Path, tmp_path
     (root / "link").symlink_to(tmp_path / "outside")
     (root / "circle").symlink_to(root / "circle")
     with pytest.raises(InvalidRequest) as refusal:
-        catalogue(root, tmp_path).checked("edges", folder)
+        catalogue(root, tmp_path).check_folder("edges", folder)
     assert [violation.field for violation in refusal.value.violations] == ["folder"]
 
 
 def test_a_name_is_a_name(root: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="name"):
-        catalogue(root, tmp_path).checked("../edges", "edges")
+        catalogue(root, tmp_path).check_folder("../edges", "edges")
     with pytest.raises(InvalidRequest, match="no root"):
-        catalogue(None, tmp_path).checked("edges", str(root / "edges"))
+        catalogue(None, tmp_path).check_folder("edges", str(root / "edges"))
     with pytest.raises(ConfigError, match="controlnets"):
         catalogue(None, tmp_path, **{"../x": "/x"})
 
@@ -134,7 +134,7 @@ async def test_a_name_of_the_configuration_cannot_be_added_also_after_a_restart(
     for _ in range(2):
         async with opened(root, tmp_path, edges="/somewhere") as mine:
             with pytest.raises(ControlNetExists, match="configuration has a ControlNet edges"):
-                mine.checked("edges", "deep/depth")
+                mine.check_folder("edges", "deep/depth")
             assert mine.folders["edges"] == Path("/somewhere")
             assert mine.root_of("edges") is None
             await add(mine, "depth", "deep/depth")
@@ -152,7 +152,7 @@ def test_a_file_of_a_folder_that_is_a_link_out_of_the_root_is_refused(root: Path
     with pytest.raises(
         InvalidRequest, match=f"{Path(file).name} must be below .*, after links are resolved"
     ) as refusal:
-        catalogue(root, tmp_path).checked("edges", "edges")
+        catalogue(root, tmp_path).check_folder("edges", "edges")
     assert [violation.field for violation in refusal.value.violations] == ["folder"]
 
 
@@ -164,9 +164,9 @@ def test_a_snapshot_of_the_hub_is_taken_where_its_blobs_are_below_the_root(root:
     for blob, name in (("ab", "config.json"), ("cd", "diffusion_pytorch_model.safetensors")):
         (repo / "blobs" / blob).touch()
         (snapshot / name).symlink_to(Path("../../blobs") / blob)
-    assert catalogue(root, tmp_path).checked("net", str(snapshot)) == snapshot
+    assert catalogue(root, tmp_path).check_folder("net", str(snapshot)) == snapshot
     with pytest.raises(InvalidRequest, match="after links are resolved"):
-        catalogue(snapshot, tmp_path).checked("net", ".")
+        catalogue(snapshot, tmp_path).check_folder("net", ".")
 
 
 def test_a_folder_of_very_many_files_is_refused(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,4 +174,4 @@ def test_a_folder_of_very_many_files_is_refused(root: Path, tmp_path: Path, monk
     for number in range(4):
         (root / "edges" / str(number)).touch()
     with pytest.raises(InvalidRequest, match="over 3 files"):
-        catalogue(root, tmp_path).checked("edges", "edges")
+        catalogue(root, tmp_path).check_folder("edges", "edges")

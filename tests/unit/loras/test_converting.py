@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch import Tensor
 
-from bottega.addons.loras.engine import has_mixed_alphas, left_out_by_stock
+from bottega.addons.loras.engine import left_out_by_stock, stock_merges_alphas
 from bottega.addons.loras.wire import canonical
 from bottega.errors import BadLora, ConfigError
 from bottega.loras.importing.base import Base, BaseModule, read_base
@@ -115,7 +115,7 @@ def test_stock_diffusers_reads_kohyas_files_otherwise_as_provenances_say(
     expected = {name: (unlike.get(name) or 1) * value for name, value in theirs.items()}
     _assert_same({name: ours[name] for name in theirs}, expected)
     layers = canonical_layers((tmp_path / "canonical.safetensors").read_bytes())
-    assert any(has_mixed_alphas(StableDiffusionXLPipeline, each) for each in layers.values()) == any(unlike.values())
+    assert any(stock_merges_alphas(StableDiffusionXLPipeline, each) for each in layers.values()) == any(unlike.values())
     left_out = [
         what for name, each in layers.items() for what in left_out_by_stock(StableDiffusionXLPipeline, name, each)
     ]

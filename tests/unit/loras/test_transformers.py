@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from bottega.addons.loras.engine import LoraLayer, WholeLayer, has_mixed_alphas, left_out_by_stock
+from bottega.addons.loras.engine import LoraLayer, WholeLayer, left_out_by_stock, stock_merges_alphas
 from bottega.addons.loras.engine.lora import weight_difference
 from bottega.addons.loras.wire import canonical
 from bottega.errors import BadLora
@@ -33,10 +33,10 @@ from tests.samples.transformer_loras import (
     TRANSFORMER,
     TransformerLora,
     fal_file,
-    narrow,
     original_shapes,
     random_lora,
-    wide,
+    repeat_outputs,
+    unrepeat_outputs,
 )
 from tests.support.slow_cases import in_every_run
 
@@ -111,7 +111,7 @@ def _read_by_stock(path: Path, pipeline: Any = FluxPipeline) -> dict[str, Tensor
     """Return what stock Diffusers' loader makes of a file of the transformer alone."""
     tensors = load_file(path)
     if pipeline is FluxPipeline:
-        tensors = narrow(pipeline.lora_state_dict(wide(tensors)))
+        tensors = unrepeat_outputs(pipeline.lora_state_dict(repeat_outputs(tensors)))
     else:
         tensors = pipeline.lora_state_dict(tensors)
     ups = {name: up for name, up in tensors.items() if name.endswith(".lora_B.weight")}
@@ -132,7 +132,7 @@ def test_stock_reads_files_of_z_image_in_the_same_way(tmp_path: Path) -> None:
     _assert_same({name: ours[name] for name in both}, {name: theirs[name] for name in both})
     said = set(left_out_by_stock(ZImagePipeline, TRANSFORMER, layers[TRANSFORMER]))
     assert {".".join(name.split(".")[:2]) for name in left_out} == said
-    assert not has_mixed_alphas(ZImagePipeline, layers[TRANSFORMER])
+    assert not stock_merges_alphas(ZImagePipeline, layers[TRANSFORMER])
 
 
 @pytest.mark.parametrize("layout", ["kohya", "ComfyUI", "kohya, queries apart", "OneTrainer", "XLabs"])
@@ -144,7 +144,7 @@ def test_stock_reads_files_of_flux_in_the_same_way(tmp_path: Path, layout: str) 
     if layout == "OneTrainer":
         path = save({name: tensor for name, tensor in load_file(path).items() if "_attn_" in name}, path)
     if layout == "kohya, queries apart":
-        path = save(_apart(load_file(path)), path)
+        path = save(_with_separate_factors(load_file(path)), path)
     layers = _layers(read_base(folder), path, family="Flux dev")
     ours, theirs = _deltas(layers), _read_by_stock(path)
     left_out = ours.keys() - theirs.keys()
@@ -154,11 +154,11 @@ def test_stock_reads_files_of_flux_in_the_same_way(tmp_path: Path, layout: str) 
     said = set(left_out_by_stock(FluxPipeline, TRANSFORMER, layers[TRANSFORMER]))
     assert {".".join(name.split(".")[:2]) for name in left_out} == said
     assert bool(said) is (layout not in {"OneTrainer", "XLabs"})
-    assert not has_mixed_alphas(FluxPipeline, layers[TRANSFORMER])
+    assert not stock_merges_alphas(FluxPipeline, layers[TRANSFORMER])
 
 
-def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a file whose queries, keys and values, and the MLP beside them, were trained with factors of their own."""
+def _with_separate_factors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return a file in which queries, keys, values and the MLP of a joined layer have separate factors."""
     made = dict(tensors)
     for name in (name for name in tensors if name.endswith(("qkv.lora_up.weight", "linear1.lora_up.weight"))):
         count, down = (3 if "qkv" in name else 4), name.replace("lora_up", "lora_down")

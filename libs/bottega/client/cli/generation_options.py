@@ -53,7 +53,7 @@ _SAMPLING = (
     click.option(
         "--guidance-scale",
         type=float,
-        help="How closely to follow the prompt; guidance is off at 1 or less, with Z-Image at 0.",
+        help="How closely to follow the prompt; guidance is off at 1 or less (with Z-Image, only at 0).",
     ),
     click.option("--guidance-rescale", type=float, help="Guidance rescale against overexposure, 0 to 1."),
     click.option(
@@ -65,12 +65,12 @@ _SAMPLING = (
     click.option(
         "--cfg-normalization",
         type=float,
-        help="Longest that a guided prediction may be, in lengths of the prompt's (Z-Image); default: off, as at 0.",
+        help="Largest norm of a guided prediction, relative to the unguided one (Z-Image); default: 0, no limit.",
     ),
     click.option(
         "--cfg-truncation",
         type=float,
-        help="Share of the way from noise to the picture after which guidance is off (Z-Image); default: 1.",
+        help="Progress from noise (0) to picture (1) at which guidance stops (Z-Image); default: 1, never.",
     ),
     click.option("--width", type=int, help="Width in pixels; default: the model's."),
     click.option("--height", type=int, help="Height in pixels; default: the model's."),

@@ -102,7 +102,8 @@ class ServedModel:
     max_sequence_length: int
     """The largest max_sequence_length; 0 if the model refuses the argument."""
     guidance_from_zero: bool
-    """Whether a guidance_scale of 0 is no guidance, not 1; such models take cfg_normalization and cfg_truncation."""
+    """Whether guidance is off at a guidance_scale of 0, not of 1. Only such models take cfg_normalization and
+    cfg_truncation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

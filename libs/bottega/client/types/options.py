@@ -57,18 +57,18 @@ class EditOptions(TypedDict, total=False):
             Diffusers. Weighted is as in AUTOMATIC1111's web UI, with (word:1.3), [word] and BREAK, and is not cut at 75
             tokens.
         clip_skip: Number of last layers of the text encoders to skip, as in Diffusers; the web UI counts one more.
-        max_sequence_length: Number of tokens that T5 or Qwen3 reads, 1 to 512, of models that have one; by default 512,
-            and 256 with Stable Diffusion 3 and Flux.1 schnell.
+        max_sequence_length: Number of tokens that T5 or Qwen3 reads, 1 to 512, for models that have such an encoder.
+            The default is 512, and 256 with Stable Diffusion 3 and Flux.1 schnell.
         num_inference_steps: Denoising steps, 1 to 200.
-        guidance_scale: 0 to 50; guidance is off at 1 or less, with Z-Image at 0, as in Diffusers. Edits without
-            ControlNets may have another default (models()).
+        guidance_scale: 0 to 50. Guidance is off at 1 or less; with Z-Image it is off at 0, as in Diffusers. Edits
+            without ControlNets may have another default (models()).
         guidance_rescale: 0 to 1.
         true_cfg_scale: Classifier-free guidance with the negative prompt in models of Flux.1, which embed the guidance
             scale, 0 to 50. By default it is off, as at 1 or less, and negative prompts count for nothing.
-        cfg_normalization: Longest that a guided prediction may be, 0 to 50, in lengths of the conditional one, with
-            Z-Image; 0 by default, which is off.
-        cfg_truncation: Share of the way from noise to the picture after which guidance is off, 0 to 1, likewise; 1 by
-            default.
+        cfg_normalization: Largest norm of a guided prediction relative to the norm of the conditional prediction, 0 to
+            50; a longer prediction is shortened. Only with Z-Image. The default, 0, sets no limit.
+        cfg_truncation: Progress from noise (0) to the picture (1) after which guidance is off. Only with Z-Image. The
+            default, 1, never stops guidance.
         width: Width in pixels, a multiple of the model's size_multiple. A source is resized to it.
         height: Height in pixels, likewise.
         seed: Seed of the first picture; picture i is drawn like a single one with seed + i.

@@ -60,7 +60,7 @@ class Segment:
     """A recorded sequence of blocks. The last one ends with `Backbone.finish`."""
 
     first: int
-    """Index of its first block; the number of blocks if it has none, only `finish`."""
+    """Index of its first block; the number of blocks if the segment is only `finish`."""
     launch: Callable[[], None]
     """Runs the segment again."""
     after: Activations
@@ -357,9 +357,10 @@ class GraphedBackbone:
         return run
 
     def _launch(self, place: int, recorded: RecordedForward, activations: Activations) -> None:
-        """Run the segment that begins at a place, if any: other blocks have run with the first one of theirs.
+        """Run the segment that begins with this block, if there is one.
 
-        The activations are then those after the segment, to which ControlNets' residuals are added.
+        Any other block has already run, with the first block of its segment. Afterwards, `activations` are the outputs
+        of the segment, to which residuals of ControlNets can be added.
         """
         segment = next((segment for segment in recorded.segments if segment.first == place), None)
         if segment is not None:

@@ -15,12 +15,13 @@ from bottega.model.backbone import GUIDANCE, POOLED, Activations, Block, Inputs,
 
 
 class FluxBackbone:
-    """Flux.1's transformer in blocks. Their results are bit-equal to those of its forward.
+    """Flux.1's transformer in blocks. The blocks' results are bit-equal to those of the transformer's forward.
 
-    Rows have unpacked latents; a token is a patch of 2x2 elements, with the mask and the masked image of Flux Fill.
-    Residual point i is the picture's part of the output of block i, single blocks after the joint ones.
+    Rows have unpacked latents. A token is a patch of 2x2 elements; with Flux Fill, it includes the mask and the masked
+    image. Residual point i is the picture's part of the output of block i. Single blocks are numbered after joint
+    blocks.
 
-    A FluxControlNetModel has the same inputs and blocks, which run in the same way; it has no `finish`.
+    `network` may also be a FluxControlNetModel, which has the same inputs and blocks, but no `finish`.
 
     Source: FluxPipeline and FluxFillPipeline of Diffusers.
     """
@@ -63,14 +64,15 @@ class FluxBackbone:
         )
 
     def residual_at(self, point: int, count: int, singles: int = 0) -> int | None:
-        """Return the index of the residual of a ControlNet that is added at a point; None if it has none there.
+        """Return which of a ControlNet's residuals is added at a point, as an index; None if no residual is.
 
-        A residual serves several blocks if the ControlNet has fewer. Source: FluxTransformer2DModel.forward.
+        A residual is added after several blocks if the ControlNet has fewer residuals than the model has blocks.
+        Source: FluxTransformer2DModel.forward.
 
         Args:
             point: The residual point.
             count: Number of the ControlNet's residuals.
-            singles: How many of them, the last ones, are of single blocks.
+            singles: Number of residuals that belong to single blocks. They come last.
         """
         joint, doubles = len(self.network.transformer_blocks), count - singles
         if point < joint:
@@ -85,7 +87,7 @@ class FluxBackbone:
         return self.unpatchify(tokens, activations.size)
 
     def unpatchify(self, tokens: Tensor, size: tuple[int, int]) -> Tensor:
-        """Return patches, [rows, tokens, features], as a prediction of this height and width."""
+        """Arrange patches, [rows, tokens, features], as a prediction with this height and width."""
         (height, width), patch, channels = size, self.patch_size, self.latent_channels
         patches = tokens.reshape(len(tokens), height // patch, width // patch, channels, patch, patch)
         prediction: Tensor = patches.permute(0, 3, 1, 4, 2, 5).reshape(len(tokens), channels, height, width)
@@ -117,7 +119,7 @@ class FluxBackbone:
 def _run_joint(block: Any, place: int, activations: Activations) -> None:
     """Run the block of Flux with this index, in which the tokens of text and picture attend to each other."""
     activations.context, activations.hidden = block(
-        # Not `hidden`, which is another tensor after `select`.
+        # After `select`, only the tensor in `points` has the residuals, not `hidden`.
         hidden_states=activations.points.pop(place - 1, activations.hidden),
         encoder_hidden_states=activations.context,
         temb=activations.embedding,

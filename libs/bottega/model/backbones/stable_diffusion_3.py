@@ -43,7 +43,7 @@ class Sd3Backbone:
         )
 
     def residual_at(self, point: int, count: int, singles: int = 0) -> int | None:
-        """Return the index of the residual of a ControlNet that is added at a point; see `FluxBackbone.residual_at`.
+        """Return which of a ControlNet's residuals is added at a point; see `FluxBackbone.residual_at`.
 
         Source: SD3Transformer2DModel.forward.
         """

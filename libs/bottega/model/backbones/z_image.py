@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from bottega.model.backbone import Activations, Block, Inputs, RowSpans
 
-# Of the timesteps of its scheduler. The network counts time from noise, 0, to the picture, 1.
+# Number of training timesteps of the scheduler. The network instead counts time from 0 (noise) to 1 (picture).
 _TRAINING_STEPS = 1000
 # A picture is one frame.
 _FRAMES = 1
 
 
 class ZImageBackbone:
-    """Z-Image's transformer in blocks. Their results are bit-equal to those of its forward.
+    """Z-Image's transformer in blocks. The blocks' results are bit-equal to those of the transformer's forward.
 
     A token of a picture is a patch of 2x2 elements of its latent. The network fills up pictures and prompts with
     learned tokens, to multiples of 32. Prompts of one forward may have different lengths, and pictures different sizes;
@@ -38,7 +38,7 @@ class ZImageBackbone:
         self.network = transformer
         """The transformer, as Diffusers loads it."""
         self.spans = RowSpans()
-        # A network may have layers for several sizes of patches.
+        # A network has its layers by patch size; the pipelines use one size.
         patches = f"{self.patch_size}-{_FRAMES}"
         self._embed, self._finish = (
             getattr(transformer, layers)[patches] for layers in ("all_x_embedder", "all_final_layer")
@@ -72,7 +72,7 @@ class ZImageBackbone:
         hidden, rotations, mask, _ = network._build_unified_sequence(
             *(picture, picture_rotations, list(map(len, pictures)), None),
             *(text, text_rotations, list(map(len, texts)), None),
-            *(None, None, None, None),  # Pictures that are read beside the prompt.
+            *(None, None, None, None),  # Reference pictures, which are not served.
             omni_mode=False,
             device=embedding.device,
         )
@@ -100,11 +100,11 @@ class ZImageBackbone:
     def _prepare(
         self, embed: nn.Module, rows: Sequence[Tensor], places: Sequence[Tensor], fill: Sequence[Tensor], token: Tensor
     ) -> Any:
-        """Embed the tokens of each row, and return them with their rotations and their mask, each as one tensor.
+        """Embed the tokens of each row. Return the embedded tokens, their rotary embedding and their mask as tensors.
 
         Args:
             places: Position of each token of a row, [tokens, 3].
-            fill: Whether each token of a row is the learned one, `token`.
+            fill: Whether each token of a row is replaced by `token`, the learned token.
         """
         lengths = list(map(len, rows))
         with self.spans.packed(tuple(accumulate(lengths, initial=0))):

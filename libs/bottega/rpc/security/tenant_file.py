@@ -236,7 +236,7 @@ def change_tenants(path: Path, change: Callable[[tuple[Tenant, ...]], tuple[Tena
 
 
 def _access_to(path: Path) -> FileAccess:
-    """Return the owner, group and mode of the file that replaces `path`: those of the old file.
+    """Return the owner, group and mode for the file that replaces `path`, taken from the old file.
 
     If root writes a file that it owns and that no group may read yet, the gateway's group gets read access.
     """

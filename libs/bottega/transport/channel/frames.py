@@ -47,7 +47,7 @@ class Frame(NamedTuple):
     size: int = 0
     """Number of bytes that follow the frame."""
     payload: bytes = b""
-    """In LAYOUT: the serialized layout, which follows the header."""
+    """The serialized layout that follows the header of a LAYOUT frame; empty in other frames."""
 
     def pack(self) -> bytes:
         """Serialize the header."""

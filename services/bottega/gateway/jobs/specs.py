@@ -51,7 +51,7 @@ def rows(spec: GenerationSpec) -> int:
     """Return the number of batch rows that a complete spec adds to a forward pass. A guided image has two."""
     scale = spec.true_cfg_scale if spec.HasField("true_cfg_scale") else spec.guidance_scale
     if spec.HasField("cfg_truncation"):
-        scale += 1.0  # The scale of what guidance adds.
+        scale += 1.0  # With Z-Image, guidance is off at a scale of 0, not 1.
     return spec.num_images * rows_per_image(scale)
 
 

@@ -66,7 +66,7 @@ class StageRoles(AddOn):
         }
 
     def costs(self, job: AddOnJob) -> JobCosts:
-        """Return a function that tells which workers may get a job; jobs with the same needs share it."""
+        """Return the object that tells which workers may get a job. Jobs with equal needs share one object."""
         return self._job_costs[needs_encoders(job)]
 
     def unavailable(self, job: AddOnJob) -> NoWorker | None:

@@ -73,7 +73,10 @@ class Findings:
     slack: dict[Question, bool] = field(default_factory=dict)
     ends_s: dict[Question, float] = field(default_factory=dict)
     alone: dict[tuple[int, Shape, float], tuple[float, float]] = field(default_factory=dict)
-    """Results of `WorkerState.alone`, by number of rows, latent shape and share of tokens. Cleared at each report."""
+    """Cached results of `WorkerState.alone`, by number of rows, latent shape and share of tokens.
+
+    Each report of the worker clears the cache.
+    """
     turns: dict[Shape, Callable[[float], float]] = field(default_factory=dict)
     """Functions from rows to the seconds of a turn, by latent shape. Cleared at each report."""
 

@@ -84,8 +84,8 @@ def transposed(matrix: TensorData) -> TensorData:
     return TensorData(dtype=matrix.dtype, shape=matrix.shape[::-1], data=np.ascontiguousarray(words.T).tobytes())
 
 
-def with_more_inputs(down: TensorData, inputs: int) -> TensorData:
-    """Return a factor, [rank, fewer inputs], with zeros for the other inputs: [rank, inputs]."""
+def pad_inputs(down: TensorData, inputs: int) -> TensorData:
+    """Return a LoRA down factor, [rank, fewer inputs], padded with zero columns to [rank, inputs]."""
     words = np.frombuffer(down.data, dtype=_NUMPY[down.dtype]).reshape(down.shape)
     wide = np.pad(words, [(0, 0), (0, inputs - down.shape[1])])
     return TensorData(dtype=down.dtype, shape=wide.shape, data=wide.tobytes())

@@ -18,24 +18,25 @@ from bottega.model_files.transformer_rules import FLUX_RULES, SD3_RULES
 from bottega.model_files.z_image_rules import Z_IMAGE_RULES
 from bottega.safetensors_header import Header, read_header
 
-# Reads the latent, and behind it whatever else a model of Flux.1 reads: a mask and an image, or a control image.
+# The layer that reads the latent, and after it the other inputs of some Flux.1 models: a mask and an image, or a
+# control image.
 _FLUX_INPUTS = "x_embedder"
 _WEIGHT, _BIAS = ".weight", ".bias"
 # Not supported: embedding tables are looked up by row instead of multiplied, so a LoRA cannot be added.
 _TABLES = ("token_embedding", "position_embedding", "shared", "embed_tokens", "relative_attention_bias")
 _TOKENS = "token_embedding.weight"
 _SD3, _FLUX, _Z_IMAGE = (class_of(TRANSFORMER, family) for family in (SD3, FLUX, Z_IMAGE))
-# How the paths of T5's layers begin, of which CLIP has none.
+# Paths of T5's layers begin with this; paths of CLIP's layers do not.
 _T5_BLOCKS = "encoder.block."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Outputs of a module of the authors' code that are a module of their own in Diffusers' network."""
+    """Outputs of a module of the authors' code that are a separate module in Diffusers' network."""
 
     path: str
     rows: tuple[tuple[int, int], ...]
-    """Ranges of these outputs, in the order in which Diffusers' module has them."""
+    """Ranges of outputs of the authors' module, in the order of the outputs of Diffusers' module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +49,9 @@ class BaseModule:
     """Shape of its weight, [out, in] or [out, in, height, width]; [channels] of a normalisation layer."""
     has_bias: bool = False
     pieces: tuple[Piece, ...] = ()
-    """What it is in Diffusers' network; empty if it is the same module there."""
+    """The modules of Diffusers' network into which it is split; empty if it is one module there, too."""
     extends_latent: bool = False
-    """Whether it reads a latent, and models of its family differ in what it reads behind it."""
+    """Whether it reads a latent followed by other inputs, in which the models of a family differ."""
 
     @property
     def is_norm(self) -> bool:
@@ -70,8 +71,8 @@ class Base:
         modules: The modules.
         denoiser: See the attribute.
         originals: Paths in the denoising network, by their names in the authors' code, with dots or with underscores
-            in place of dots. Modules of several paths have their outputs one after the other.
-        swapped: Paths of modules that have the two halves of their outputs in the other order there.
+            in place of dots. If a name has several paths, the outputs of these modules follow each other.
+        swapped: Paths of modules whose two halves of outputs are swapped in the authors' code.
         token_widths: See the attribute.
     """
 
@@ -89,7 +90,7 @@ class Base:
         self.token_widths = token_widths
         """Number of values that a token's vector has, for each text encoder of CLIP; empty if none reads embeddings."""
         self.t5 = TEXT_ENCODERS[-1]
-        """Component of T5, which is no component of the model if it has no T5."""
+        """Component of T5. If the model has no T5, it has no such component."""
         self._dotted: dict[tuple[str, str], BaseModule] = {}
         self._flat: dict[tuple[str, str], BaseModule | None] = {}
         for module in modules:
@@ -116,7 +117,7 @@ class Base:
 
 
 def _joined(name: str, parts: Sequence[BaseModule], swapped: Sequence[str]) -> BaseModule:
-    """Return a module of the authors' code that has the outputs of these modules, one after the other."""
+    """Return the module of the authors' code whose outputs are those of the modules in `parts`, in this order."""
     pieces, end = list[Piece](), 0
     for part in parts:
         begin, end = end, end + part.shape[0]
@@ -151,7 +152,7 @@ def read_base(folder: Path) -> Base:
         elif config.get("_class_name") == _Z_IMAGE:
             filled = with_defaults(Z_IMAGE_RULES, config)
             originals, widths = z_image_names(int(filled["n_layers"]), int(filled["n_refiner_layers"])), {}
-            # As in Diffusers, LoRAs change the transformer alone.
+            # As in Diffusers, LoRAs change only the transformer, not the text encoder.
             modules = [module for module in modules if module.component == TRANSFORMER]
         return Base(modules, denoiser=denoiser, originals=originals, swapped=swapped, token_widths=widths)
     except (OSError, ValueError, KeyError, TypeError, RecursionError, BadLora) as error:

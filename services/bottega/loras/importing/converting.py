@@ -168,7 +168,7 @@ def convert(
 
 
 def _check_once(modules: Sequence[ModuleWeights]) -> None:
-    """Raise BadLora if two modules of the authors' code are partly the same one of Diffusers' network."""
+    """Raise BadLora if the file has two modules that change the same module of Diffusers' network."""
     for (component, path), count in Counter((module.component, module.path) for module in modules).items():
         if count > 1:
             raise BadLora(

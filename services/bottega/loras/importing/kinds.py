@@ -2,8 +2,8 @@
 
 LyCORIS' differences of normalisation layers are full differences of their weights and biases.
 
-A module of the authors' code may be several of Diffusers', such as queries, keys and values. Each of them has a part of
-its outputs, which are rows of `up`, while all of them have the same `down`.
+A module of the authors' code may be several modules in Diffusers, such as queries, keys and values. Each of these has
+some of the outputs, so it gets some rows of `up`; all of them share `down`.
 
 Source: PEFT's layers of the same names; LyCORIS' modules. LyCORIS' LoKr ignores alpha if both factors are whole.
 """
@@ -38,13 +38,13 @@ from bottega.loras.importing.arrays import (
     folded,
     largest,
     multiplied,
+    pad_inputs,
     product_bound,
     read_number,
     read_weights,
     reshaped,
     rows_of,
     transposed,
-    with_more_inputs,
 )
 from bottega.loras.importing.base import BaseModule
 from bottega.loras.importing.naming import Format, Part
@@ -198,13 +198,13 @@ def _lora(found: ModuleParts) -> tuple[dict[str, TensorData], float]:
     if Part.MID in found.parts:
         down = folded(found.module, down, found.read(Part.MID), ("lora_mid", "lora_down"))
     if found.module.extends_latent:
-        down = _with_all_inputs(found.module, down)
+        down = _pad_to_module_inputs(found.module, down)
     down, up = fitted(found.module, down, up)
     return {DOWN: down, UP: up}, product_bound(down, up)
 
 
-def _with_all_inputs(module: BaseModule, down: TensorData) -> TensorData:
-    """Return the factor for all inputs of a module, of which a LoRA for a model with fewer ones changes the first.
+def _pad_to_module_inputs(module: BaseModule, down: TensorData) -> TensorData:
+    """Pad a down factor to all inputs of a module. A LoRA for a model with fewer inputs has only the first ones.
 
     Source: FluxLoraLoaderMixin._maybe_expand_lora_state_dict, which Flux Fill needs for LoRAs of Flux dev.
     """
@@ -215,7 +215,7 @@ def _with_all_inputs(module: BaseModule, down: TensorData) -> TensorData:
             f"{module.name} reads {read} values of each token, and the LoRA changes {given}: it is for a model that "
             "reads more, such as Flux.1 Fill or one with a control image; add it for that model"
         )
-    return with_more_inputs(down, read) if 0 < given < read else down
+    return pad_inputs(down, read) if 0 < given < read else down
 
 
 def _loha(found: ModuleParts) -> tuple[dict[str, TensorData], float]:

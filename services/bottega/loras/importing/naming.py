@@ -101,7 +101,7 @@ class Name:
     component: str | None
     """The component in the name; None if the name has none.
 
-    DENOISER means either denoising network, and T5 that text encoder, whichever place it has in the base model.
+    DENOISER means a UNet or a transformer, and T5 means the T5 text encoder, whose number depends on the base model.
     """
     path: str
     """Path of the module in its component. kohya's names have underscores in place of dots."""
@@ -128,7 +128,7 @@ _UNSERVED = (
 )
 # How A1111's tools store embeddings beside a LoRA: bundle_emb.<token>.clip_l, or .string_to_param.*.
 _BUNDLED = re.compile(r"^bundle_emb\.(?P<token>[^.]*)\.")
-# Norms of queries and keys, which control LoRAs replace, in Black Forest Labs' names and Diffusers'.
+# Norms of queries and keys, which control LoRAs replace: names of Black Forest Labs, and of Diffusers.
 _CONTROL = re.compile(r"\.(query|key)_norm\.scale$|\.norm_(added_)?[qk]\.weight$")
 _PARTS: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
     (re.compile(r"\.lora_(?P<part>down|up|mid)\.weight$"), {}),
@@ -139,7 +139,7 @@ _PARTS: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
     (re.compile(r"\.(?P<part>hada_(w[12]_[ab]|t[12])|lokr_(w[12](_[ab])?|t2)|diff(_b)?|[wb]_norm|dora_scale)$"), {}),
     (re.compile(r"\.(?P<part>lora_magnitude_vector)(\.(?!weight$)(?P<adapter>[A-Za-z0-9_]+))?(\.weight)?$"), {}),
 )
-# The component of names that mean the denoising network of whichever kind the base model has; the same for T5.
+# Components of names that mean the base model's denoising network, which may be a UNet or a transformer, and its T5.
 DENOISER, T5 = "denoiser", "t5"
 _KOHYA = (
     ("lora_unet_", DENOISER),
@@ -158,13 +158,13 @@ _DOTTED = (
     ("text_encoders.t5xxl.transformer.", T5),
 )
 _PEFT = "base_model.model."
-# Without a configuration. Diffusers takes their alphas for their ranks, as fal's trainer does.
+# Names of fal's files, which have no configuration. As Diffusers and fal's trainer do, use the rank as alpha.
 _FAL = re.compile(
     r"^base_model\.model\.(double_blocks|single_blocks|final_layer|img_in|txt_in|time_in|vector_in|guidance_in)\b"
 )
 _PROCESSOR = ".processor."
 _TEXT_MODEL = "text_model"
-# Names of blocks in the authors' code and in Diffusers.
+# Names of blocks in the authors' code, and names of blocks in Diffusers.
 _ORIGINAL_BLOCKS = re.compile(r"input_blocks|middle_block|output_blocks|joint_blocks|^(double|single)_blocks")
 _DIFFUSERS_BLOCKS = re.compile(r"down_blocks|mid_block|up_blocks|^(single_)?transformer_blocks")
 _OF_DENOISERS = frozenset({DENOISER, *DENOISERS, None})

@@ -1,8 +1,8 @@
-"""Names of modules in the code of a model's authors, which LoRA files have, with the modules' paths in Diffusers.
+"""Maps names of modules in the code of a model's authors, which LoRA files use, to the modules' paths in Diffusers.
 
-kohya's trainer uses them for SDXL's UNet and the transformers of Stable Diffusion 3 and Flux.1, and Diffusers' names
-for other UNets. Positions in the UNet follow from its configuration. A module of the authors' transformer may be
-several of Diffusers', such as the projections of queries, keys and values.
+kohya's trainer uses the authors' names for SDXL's UNet and the transformers of Stable Diffusion 3 and Flux.1, and
+Diffusers' names for other UNets. Positions in the UNet follow from its configuration. A module of the authors'
+transformer may be several modules in Diffusers, such as the projections of queries, keys and values.
 
 Sources: sgm's OpenAIModel (input_blocks, middle_block, output_blocks) and Diffusers' UNet2DConditionModel; MMDiTX of
 Stability's code for Stable Diffusion 3, and Diffusers' conversion of its checkpoints; Flux of Black Forest Labs' code,
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-# Names of a module in Stability's code, by its name in Diffusers.
+# Names of a resnet's modules in Stability's code, by their names in Diffusers.
 _RESNET = {
     "norm1": "in_layers_0",
     "conv1": "in_layers_2",
@@ -32,7 +32,7 @@ _OUTSIDE = {
     "conv_norm_out": "out_0",
     "conv_out": "out_2",
 }
-# Modules of one transformer block, which have the same names in both.
+# Modules of one transformer block, whose names are equal in Stability's code and in Diffusers.
 _BLOCK = (
     *(f"attn{place}.{name}" for place in (1, 2) for name in ("to_q", "to_k", "to_v", "to_out.0")),
     "ff.net.0.proj",
@@ -52,7 +52,7 @@ _SD3_OUTSIDE = {
     "final_layer.adaLN_modulation.1": "norm_out.linear",
 }
 _QKV, _ADDED_QKV = ("attn.to_q", "attn.to_k", "attn.to_v"), ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj")
-# The same of one of its blocks.
+# Modules of a block of Stable Diffusion 3's transformer, by their names in Stability's code.
 _SD3_BLOCK = {
     "x_block.attn.qkv": _QKV,
     "x_block.attn.proj": ("attn.to_out.0",),
@@ -80,8 +80,8 @@ _FLUX_OUTSIDE = {
     "final_layer.linear": "proj_out",
     "final_layer.adaLN_modulation.1": "norm_out.linear",
 }
-# The same of one of its joint blocks, and of one that has a single sequence of text and picture. The last ones of each
-# are XLabs' names, without "processor".
+# Modules of a joint block and of a single block of Flux.1's transformer. The last names of each are those of XLabs,
+# without "processor".
 _FLUX_JOINT = {
     "img_attn.qkv": _QKV,
     "img_attn.proj": ("attn.to_out.0",),
@@ -107,7 +107,7 @@ _FLUX_SINGLE = {
 }
 
 
-# Modules of Z-Image's transformer that Diffusers names in another way than its authors.
+# Modules of Z-Image's transformer whose names differ between its authors' code and Diffusers.
 _Z_IMAGE_OUTSIDE = {
     "x_embedder": "all_x_embedder.2-1",
     "final_layer.linear": "all_final_layer.2-1.linear",
@@ -120,7 +120,7 @@ _Z_IMAGE_BLOCK = {
 
 
 def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the modules' paths in Diffusers, by their names in Stability's code with underscores in place of dots.
+    """Return paths in Diffusers' UNet, by the names in Stability's code with underscores in place of dots.
 
     Some of the modules may not exist. Raises KeyError, TypeError or ValueError for an invalid configuration.
 
@@ -135,7 +135,7 @@ def sgm_names(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def sd3_names(blocks: int) -> dict[str, Sequence[str]]:
-    """Return paths in Diffusers' transformer of Stable Diffusion 3, by their names in Stability's code.
+    """Return paths in Diffusers' transformer of Stable Diffusion 3, by the names in Stability's code.
 
     Some of the modules may not exist.
 
@@ -146,13 +146,13 @@ def sd3_names(blocks: int) -> dict[str, Sequence[str]]:
 
 
 def flux_names(joint: int, single: int) -> dict[str, Sequence[str]]:
-    """Return paths in Diffusers' transformer of Flux.1, by their names in Black Forest Labs' code, and in XLabs' files.
+    """Return paths in Diffusers' transformer of Flux.1, by the names in Black Forest Labs' code and in XLabs' files.
 
     Some of the modules may not exist.
 
     Args:
         joint: Number of joint blocks.
-        single: Number of the blocks that follow.
+        single: Number of single blocks.
     """
     return _block_names(
         _FLUX_OUTSIDE,
@@ -162,13 +162,13 @@ def flux_names(joint: int, single: int) -> dict[str, Sequence[str]]:
 
 
 def z_image_names(blocks: int, refiners: int) -> dict[str, Sequence[str]]:
-    """Return paths in Diffusers' transformer of Z-Image, by their names in its authors' code, where they differ.
+    """Return paths in Diffusers' transformer of Z-Image, by the names in its authors' code, where these differ.
 
     Some of the modules may not exist.
 
     Args:
         blocks: Number of blocks that compute all tokens.
-        refiners: Number of those for pictures, and of those for prompts.
+        refiners: Number of blocks that refine pictures; as many refine prompts.
     """
     lengths = {"layers": blocks, "noise_refiner": refiners, "context_refiner": refiners}
     lists = ((name, name, length, _Z_IMAGE_BLOCK) for name, length in lengths.items())
@@ -178,11 +178,12 @@ def z_image_names(blocks: int, refiners: int) -> dict[str, Sequence[str]]:
 def _block_names(
     outside: Mapping[str, str], *lists: tuple[str, str, int, Mapping[str, Sequence[str]]]
 ) -> dict[str, Sequence[str]]:
-    """Return paths in Diffusers by original names.
+    """Return paths in Diffusers, by the names in the authors' code.
 
     Args:
         outside: Modules outside of blocks.
-        lists: For each list of blocks its name in both codes, its length, and the modules of a block.
+        lists: For each list of blocks: its names in the authors' code and in Diffusers, its length, and a block's
+            modules.
     """
     names: dict[str, Sequence[str]] = {name: (path,) for name, path in outside.items()}
     for theirs, ours, length, block in lists:
@@ -193,7 +194,7 @@ def _block_names(
 
 
 def _places(config: Mapping[str, Any]) -> Iterator[tuple[str, str, bool, int]]:
-    """Yield each resnet and transformer: its names in both codes, whether it is a resnet, and a transformer's depth."""
+    """Yield each resnet and transformer: its two names, whether it is a resnet, and the depth of a transformer."""
     levels = len(config["block_out_channels"])
     layers = int(config["layers_per_block"])
     down = _by_level(config.get("transformer_layers_per_block", 1), levels)
@@ -243,5 +244,5 @@ def _by_level(depth: Any, levels: int) -> list[Any]:
 
 
 def _depth(level: Any, layer: int) -> int:
-    """Return the depth of one layer's transformer. Pruned models have a list with the depths of a level's layers."""
+    """Return the depth of one layer's transformer. In pruned models, `level` is a list with a depth per layer."""
     return int(level if isinstance(level, int) else level[layer])

@@ -141,7 +141,7 @@ def _controls(start: engine_pb2.EngineStart, base: str) -> Iterator[ControlSpec]
 
     Args:
         start: The message.
-        base: Name of the model's layout, on which the numbers of control modes depend.
+        base: Name of the model's layout, which decides the numbers of control modes.
     """
     addons = start.request.addons
     hosts = read_hosts(addons[kinds.CONTROLNET]) if kinds.CONTROLNET in addons else ()

@@ -275,7 +275,7 @@ def _better(one: LatentReply | None, other: LatentReply) -> LatentReply:
 
 
 def _unused(question: CacheQuestion, answer: CacheAnswer) -> CacheStarts:
-    """Return a message that tells a cache which of its latents arrived too late for their job."""
+    """Return the message that tells a cache which of its latents arrived too late for their job."""
     entries = [hit.entry for hit in answer.hits]
     return CacheStarts(key=question.key, prompt_digest=question.prompt_digest, unused=entries)
 

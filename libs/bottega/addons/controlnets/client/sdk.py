@@ -63,10 +63,10 @@ async def add_to_server(server: FleetMember, request: controlnet_pb2.AddControlN
 async def _add_to_any(
     catalogue: str, servers: Sequence[FleetMember], request: controlnet_pb2.AddControlNetRequest
 ) -> list[AddedControlNet]:
-    """Ask servers that share a catalogue one after the other until one hosts a ControlNet.
+    """Ask the servers that share a catalogue, one after the other, to host a ControlNet, until one succeeds.
 
     Returns:
-        Its response, or the errors of all.
+        The response of the server that succeeded, or the errors of all servers.
     """
     refused = []
     for server in servers:
@@ -172,7 +172,7 @@ class AsyncControlNetMethods(AsyncGatewayClient):
     async def add_controlnet(self, name: str, folder: str, *, server: str | None = None) -> tuple[AddedControlNet, ...]:
         """Make ControlNet servers host a ControlNet, and return the response of each.
 
-        Of servers that share a catalogue in a database, one is asked; the others host it soon.
+        If servers share a catalogue in a database, only one of them is asked; the others host the ControlNet soon.
 
         Args:
             name: Name of the ControlNet in requests.

@@ -84,9 +84,9 @@ class EngineControlNets(EngineAddOn):
 class JobControlNets(JobAddOn):
     """The ControlNet sessions of one job.
 
-    `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them: all of them the
-    same, unless each draws latents of the control images. A ControlNet that a resumed job no longer needs has no
-    session.
+    `begun` has the inputs of the sessions, and `active` the sessions as the job's requests use them. The requests share
+    all sessions, unless each request draws its own latents of the control images. A ControlNet that a resumed job no
+    longer needs has no session.
     """
 
     def __init__(self, provider: ControlNetProvider | None, order: EngineOrder, model: Model) -> None:
@@ -137,7 +137,7 @@ class JobControlNets(JobAddOn):
         """Begin the sessions that the requests still need, and pass them to the requests.
 
         Raises:
-            BottegaError: One can never be opened.
+            BottegaError: A session can never be opened.
         """
         spec, images = self._order.spec, self._order.control_images
         if len(images) != len(spec.controlnets):
@@ -235,7 +235,11 @@ class JobControlNets(JobAddOn):
             for place in session.places:
                 records.setdefault(place, []).append(made)
         uses = [
-            _use(control, self._requests[0].control_steps(control), _joined(records.get(place, []), beside=self._draws))
+            _use(
+                control,
+                self._requests[0].control_steps(control),
+                _joined(records.get(place, []), concurrent=self._draws),
+            )
             for place, control in enumerate(spec.controlnets)
         ]
         record.provenance.controlnets.extend(uses)
@@ -272,7 +276,7 @@ class JobControlNets(JobAddOn):
         config = self._model.vae.config
         return ControlInput(
             name=control.name,
-            images=tuple(self._image(place, request) for place in places),
+            images=tuple(self._image(index, request) for index in places),
             latent_scaling=(config.shift_factor or 0.0, config.scaling_factor) if self._encodes else None,
             modes=tuple(image.control_mode for image in images if image.control_mode is not None),
             image_scales=use.scales if several else (),
@@ -287,13 +291,13 @@ class JobControlNets(JobAddOn):
             share=order.share,
         )
 
-    def _image(self, place: int, request: Request) -> Tensor:
-        """Return a control image as ControlNets of the model read it for a request; see `ControlInput.images`."""
-        pixels = self._order.control_images[place]
+    def _image(self, index: int, request: Request) -> Tensor:
+        """Return a control image as pixels or as a latent, as the ControlNets read it; see `ControlInput.images`."""
+        pixels = self._order.control_images[index]
         if not self._encodes:
             return pixels
         mean, deviation = self._latents[id(pixels)]
-        return mean + deviation * request.control_noise[place][0] if self._draws else mean
+        return mean + deviation * request.control_noise[index][0] if self._draws else mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,9 +317,9 @@ class _SessionUse:
 def _session_uses(controls: Sequence[ControlSpec], request: Request, *, joins_unions: bool) -> list[_SessionUse]:
     """Return the use of each session.
 
-    There is one session for each control image. A union for a UNet reads several images together; they have one session
-    for each span of steps in which the same of them are active. As in Diffusers, the others have scale 0 there, and the
-    union also runs where none is active.
+    There is one session for each control image. A union for a UNet reads several images together. Its steps are split
+    into spans in which the set of active images does not change, and each span has one session. As in Diffusers,
+    inactive images have scale 0, and the union also runs in spans without an active image.
     """
     windows = [request.control_window(control) for control in controls]
     scales = [control.controlnet_conditioning_scale for control in controls]
@@ -339,18 +343,18 @@ def _session_uses(controls: Sequence[ControlSpec], request: Request, *, joins_un
     ]
 
 
-def _joined(records: Sequence[ControlRecord], *, beside: bool) -> ControlRecord:
-    """Return one record for the sessions that a control image had.
+def _joined(records: Sequence[ControlRecord], *, concurrent: bool) -> ControlRecord:
+    """Merge the records of a control image's sessions into one.
 
     Args:
-        records: Their records.
-        beside: Whether they ran beside each other, one for each picture, so that a forward pass waited for all at once;
-            otherwise in turn.
+        records: The records.
+        concurrent: Whether the sessions ran at the same time, one for each picture, so that a forward pass waited for
+            all at once; otherwise they ran one after the other.
     """
     waits_s = [record.waited_s for record in records]
     similarities = [record.similarity for record in records if record.similarity is not None]
     return ControlRecord(
-        waited_s=max(waits_s, default=0.0) if beside else sum(waits_s),
+        waited_s=max(waits_s, default=0.0) if concurrent else sum(waits_s),
         stale_steps=sum(record.stale_steps for record in records),
         pipelined=any(record.pipelined for record in records),
         servers=tuple(dict.fromkeys(server for record in records for server in record.servers)),

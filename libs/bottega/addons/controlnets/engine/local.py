@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bottega.addons.controlnets.engine.network import ControlNetSource, LoadedControlNet, load_controlnet
-from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord, computed_half
+from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord, half_of_residuals
 from bottega.addons.controlnets.engine.sessions import (
     ControlImages,
     ControlRow,
@@ -32,13 +32,13 @@ from bottega.model.rows import Half, Row
 
 
 def residual_at(backbone: MadeBackbone | None, point: int, count: int, singles: int) -> int | None:
-    """Return the index of the residual of a ControlNet that is added at a point; None if it has none there.
+    """Return which of a ControlNet's residuals is added at a residual point, as an index; None if no residual is.
 
     Args:
-        backbone: The base model's; None if every point has a residual of its own, as those of a UNet have.
+        backbone: Backbone of the base model; None if every point has its own residual, as in a UNet.
         point: The residual point.
         count: Number of the ControlNet's residuals.
-        singles: How many of them are of single blocks.
+        singles: Number of residuals that belong to single blocks.
     """
     transformer = backbone if isinstance(backbone, Sd3Backbone | FluxBackbone) else None
     return point if transformer is None else transformer.residual_at(point, count, singles)
@@ -204,7 +204,7 @@ class LocalControlNets:
 
     def _addend(self, row: Row, handle: Hashable, point: int) -> Tensor | None:
         answer, session = self._answers[_key(row, handle)], _local_session(handle).session
-        assert session is not None, "the residuals were computed for it"
+        assert session is not None, "residuals are only computed for rows with a session"
         index = residual_at(self._backbone, point, len(answer), session.net.layout.singles)
         return None if index is None else answer[index]
 
@@ -228,7 +228,7 @@ class LocalControlNets:
         rows = [
             ControlRow(
                 session=session,
-                half=computed_half(local.control, row),
+                half=half_of_residuals(local.control, row),
                 sample=self._sample(row, session),
                 timestep=row.timestep,
             )
@@ -261,11 +261,11 @@ class LocalControlNets:
 
 
 _RowKey = tuple[Hashable, Half, Hashable]
-"""A row's owner, the half of guidance that is computed for it, and the handle of the session."""
+"""A row's owner, the half (conditional or not) whose residuals it uses, and the handle of the session."""
 
 
 def _key(row: Row, handle: Hashable) -> _RowKey:
-    return row.owner, computed_half(_local_session(handle).control, row), handle
+    return row.owner, half_of_residuals(_local_session(handle).control, row), handle
 
 
 def _local_session(handle: Hashable) -> _LocalSession:

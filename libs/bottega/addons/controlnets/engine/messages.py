@@ -246,7 +246,7 @@ class OpenedSession:
     reads_tokens: bool = False
     """Whether samples are tokens, as the model's transformer embeds latents."""
     singles: int = 0
-    """How many of the residuals, the last ones, are of single blocks."""
+    """Number of residuals that belong to single blocks. They come last in the list."""
 
 
 def opened_message(lease: int, sessions: Sequence[OpenedSession]) -> TensorMessage:

@@ -122,7 +122,8 @@ class LoadedControlNet(ABC):
 
         Args:
             inputs: The rows. `sample` is [rows, tokens, width] if the network `reads_tokens`.
-            embedded: Results of `embed` for each image, stacked over the rows. Only a union for a UNet has several.
+            embedded: Results of `embed` for each image, stacked over the rows. Only a union for a UNet has several
+                images.
             union: What the images show; None if the network is not a union.
         """
 
@@ -214,10 +215,10 @@ class Sd3ControlNet(LoadedControlNet):
 
 
 class FluxControlNet(LoadedControlNet):
-    """A ControlNet for the transformer of Flux.1, as FluxControlNetModel of Diffusers; maybe a union.
+    """A ControlNet for the transformer of Flux.1 (FluxControlNetModel of Diffusers), which may be a union.
 
     Its residuals are [rows, tokens, width]: one for each of its joint blocks, then one for each of its single blocks.
-    Each is yielded when its block has run, bit for bit as the forward of Diffusers computes it.
+    Each residual is yielded when its block has run, and is bit-equal to that of FluxControlNetModel.forward.
     """
 
     streams = True
@@ -237,7 +238,7 @@ class FluxControlNet(LoadedControlNet):
         state, (image,) = self._backbone.begin(inputs), embedded
         state.hidden = state.hidden + image
         if union is not None:
-            # The mode is one more token before the prompt, at the position of all its tokens.
+            # The mode is one more token before the prompt. It has the position that all tokens of the prompt share.
             state.context = torch.cat([self.network.controlnet_mode_embedder(union.modes), state.context], dim=1)
             assert state.rotary is not None
             cosines, sines = (torch.cat([angles[:1], angles]) for angles in state.rotary)

@@ -61,20 +61,20 @@ class ControlInput:
 
     name: str
     images: tuple[Tensor, ...]
-    """The control image, uint8, [height, width, 3] in its own size; of a union maybe several.
+    """The control image, uint8, [height, width, 3], in its own size; a union may have several.
 
     ControlNets for transformers read latents of the image: the mean of the VAE's distribution, or a sample of it (see
     `ModelFamily.draws_control_latents`), in the VAE's scale, [channels, latent height, latent width]. The worker
     encodes it, because only the worker has the VAE.
 
-    Sessions of a request that have the very same tensors share what is sent and computed of them.
+    Sessions of a request that have identical tensor objects share the transfer and the computations of these tensors.
     """
     height: int
     """Height of the picture to draw, in pixels."""
     width: int
     """Width of the picture to draw, in pixels."""
     halves: Mapping[Half, Embeds]
-    """Prompt embeddings of the halves of guidance for which the session computes residuals; see `computed_half`."""
+    """Prompt embeddings by half (conditional or not), for the halves whose residuals the session computes."""
     modes: tuple[int, ...] = ()
     """The control mode of each image of a union; empty for other ControlNets."""
     image_scales: tuple[float, ...] = ()
@@ -94,8 +94,8 @@ class ControlInput:
     """Tenant of the request, and its share of a server."""
 
 
-def computed_half(control: ControlInput, row: Row) -> Half:
-    """Return the half of guidance whose residuals a row gets: its own, or the only one that the session computes."""
+def half_of_residuals(control: ControlInput, row: Row) -> Half:
+    """Return the half (conditional or not) whose residuals a row uses: its own half, or the only computed half."""
     return row.half if row.half in control.halves else Half.CONDITIONAL
 
 

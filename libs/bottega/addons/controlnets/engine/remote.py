@@ -30,7 +30,7 @@ from bottega.model.rows import Embeds, Half, Row
 _MAX_SERVERS = 8
 _MAX_CONTROLS = 8
 MAX_SESSIONS = 31
-"""Upper bound on the sessions of a job whose rows another worker may compute: bits of `JobAddOn.active_in`."""
+"""Maximum number of sessions of a job whose rows another worker may compute; `JobAddOn.active_in` has one bit each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bottega.addons.controlnets.engine import ControlLayout, LocalControlNets, residual_at
 from bottega.addons.controlnets.engine.messages import ControlStep, StepEntry, residuals_layout
-from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord, computed_half
+from bottega.addons.controlnets.engine.provider import ControlInput, ControlRecord, half_of_residuals
 from bottega.addons.controlnets.planning import pipelines
 from bottega.addons.controlnets.worker.server_link import ControlLinkSettings, ServerLink, smoothed
 from bottega.addons.controlnets.worker.session_manager import PlacedSession, SessionManager
@@ -249,9 +249,9 @@ class RemoteControlNets:
         return answer is not None and answer[0].has(self._residuals(session, points))
 
     def _residuals(self, session: PlacedSession, points: tuple[int, ...]) -> list[int]:
-        """Return the indexes of the residuals of a session on a server that are added at points of the backbone."""
+        """Return the indexes of a session's residuals that are added at these points; a server computes them."""
         facts = session.opened
-        assert facts is not None, "the server has opened the session whose step it was asked for"
+        assert facts is not None, "steps are only requested for opened sessions"
         indexes = (residual_at(self._backbone, point, facts.residuals, facts.singles) for point in points)
         return [index for index in indexes if index is not None]
 
@@ -270,8 +270,9 @@ class RemoteControlNets:
             for session in _sessions(row):
                 if session.lease is not None and session.opened is not None and not session.asked(row):
                     key = session.lease.link, session.opened.reads_tokens, row.sample.shape
-                    # Both halves of guidance may get the residuals of one.
-                    one = row.owner, computed_half(session.control, row), session
+                    # The conditional and unconditional rows may use the same residuals (see `half_of_residuals`). The
+                    # key then requests them once.
+                    one = row.owner, half_of_residuals(session.control, row), session
                     wanted.setdefault(key, {})[one] = row, session
         for (link, _, shape), found in wanted.items():
             # Rows with more residuals come first, so that a residual of fewer rows is that of the first rows.
@@ -313,7 +314,7 @@ class RemoteControlNets:
             entries=tuple(
                 StepEntry(
                     session=session.number,
-                    half=computed_half(session.control, row),
+                    half=half_of_residuals(session.control, row),
                     sample=places[id(row.sample)],
                 )
                 for row, session in pairs
@@ -346,7 +347,7 @@ class RemoteControlNets:
 
 
 _RowKey = tuple[Hashable, Half, PlacedSession]
-"""A row's owner, the half of guidance that is computed for it, and the session."""
+"""A row's owner, the half (conditional or not) whose residuals it uses, and the session."""
 
 
 def _count(session: PlacedSession) -> int:

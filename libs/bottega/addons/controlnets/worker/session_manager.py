@@ -19,7 +19,7 @@ from bottega.addons.controlnets.engine.provider import (
     ControlInput,
     ControlRecord,
     ControlServer,
-    computed_half,
+    half_of_residuals,
     shared_images,
 )
 from bottega.addons.controlnets.worker.server_link import (
@@ -61,7 +61,7 @@ class _Answer:
 class _Answers:
     """The residuals for one image that a server sent or will send: of the newest step and of the step before.
 
-    They are those of one half of guidance.
+    An object has the residuals of one half, conditional or unconditional.
     """
 
     newest: _Answer | None = None
@@ -171,7 +171,7 @@ class PlacedSession:
         self.forget_answers()
 
     def _of(self, row: Row) -> _Answers:
-        return self._answers.setdefault((row.owner, computed_half(self.control, row)), _Answers())
+        return self._answers.setdefault((row.owner, half_of_residuals(self.control, row)), _Answers())
 
 
 def _drop(answer: _Answer | None) -> None:

@@ -167,7 +167,7 @@ class EngineEdits(EngineAddOn):
         if spec.edit is None:
             return open_keeping(self, order) if spec.keep_for_editing else None
         if not spec.edit.masked_blocks or (self.model.unet is not None and self.model.image_channels):
-            return None  # A UNet that reads the mask computes all of the picture.
+            return None  # A UNet that reads the mask computes the whole picture.
         return JobEdits(self, order, read_decision(order.decisions))
 
     def set_services(self, services: Sequence[ServiceAddress]) -> None:
@@ -301,7 +301,7 @@ class EngineEdits(EngineAddOn):
             tenant=read_order(order).tenant,
             model_hash=self.model.digest,
             dtype=self.model.dtype_name,
-            template=template or ("" if order.image is None else _digest(order.image, self._course(spec))),
+            template=template or ("" if order.image is None else _digest(order.image, self._latent_settings(spec))),
             weights=tuple(sorted((lora.digest, float(lora.scale)) for lora in spec.loras)),
             controls=tuple(
                 RecordedControl(
@@ -315,14 +315,14 @@ class EngineEdits(EngineAddOn):
             ),
         )
 
-    def _course(self, spec: ResolvedSpec) -> str:
-        """Return what else decides how latents outside the mask change from step to step, if they are not put back."""
+    def _latent_settings(self, spec: ResolvedSpec) -> str:
+        """Return the settings that decide how latents outside the mask change; "" if these latents are put back."""
         return repr((spec.strength, spec.num_inference_steps, spec.sampling)) if self.model.image_channels else ""
 
-    def follow_prompts(self, spec: ResolvedSpec, conditions: Conditions, request: Request) -> bool:
+    def blocks_depend_on_prompt(self, spec: ResolvedSpec, conditions: Conditions, request: Request) -> bool:
         """Return whether blocks depend on the prompt so much that an edit must not reuse another prompt's activations.
 
-        The first call measures it, in one forward pass of two rows.
+        The first call measures the dependence, in one forward pass of two rows.
         """
         if self.cosines is None:
             self.cosines = measure_prompts(self.model, spec, conditions, request, self.blocks)
@@ -375,8 +375,12 @@ def _control_digest(order: EngineOrder, place: int) -> str:
     return _digest(order.control_images[place])
 
 
-def _digest(image: Tensor, course: str = "") -> str:
-    """Return the SHA-256, in hex, of an image's pixels, uint8 [height, width, 3], and of the course of its latents."""
-    total = hashlib.sha256(f"{tuple(image.shape)}{course}".encode())
+def _digest(image: Tensor, latent_settings: str = "") -> str:
+    """Return the SHA-256, in hex, of an image's shape and pixels, uint8 [height, width, 3], and of `latent_settings`.
+
+    `latent_settings` are the settings that decide how latents outside the mask change (see `_latent_settings`); "" if
+    they are not needed.
+    """
+    total = hashlib.sha256(f"{tuple(image.shape)}{latent_settings}".encode())
     total.update(image.contiguous().cpu().numpy().data)
     return total.hexdigest()

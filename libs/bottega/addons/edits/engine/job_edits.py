@@ -248,7 +248,7 @@ class JobEdits(JobAddOn):
         edit = self._spec.edit
         if edit is not None and edit.any_prompt:
             return True
-        return not self._addon.follow_prompts(self._spec, conditions, job.requests[0])
+        return not self._addon.blocks_depend_on_prompt(self._spec, conditions, job.requests[0])
 
     def _read(self, found: Recording, job: EngineJob) -> None:
         self._addon.use_profile(found)

@@ -8,10 +8,10 @@ from bottega.addons.loras.engine.lora import (
     LoraRef,
     LoraSource,
     WholeLayer,
-    has_mixed_alphas,
     is_only_low_rank,
     left_out_by_stock,
     make_layer,
+    stock_merges_alphas,
 )
 from bottega.addons.loras.engine.lora_set import make_set, set_key
 from bottega.addons.loras.engine.patching import Patcher, SwapCosts
@@ -34,7 +34,7 @@ __all__ = [
     "SetKey",
     "UnmergedLoras",
     "SwapCosts",
-    "has_mixed_alphas",
+    "stock_merges_alphas",
     "is_only_low_rank",
     "left_out_by_stock",
     "make_layer",

@@ -77,7 +77,7 @@ class EngineLoras(EngineAddOn):
         self.probes = {"patch": patch_probe}
         self.embeddings = PromptEmbeddings(model)
         self.pipeline = model.family.pipeline
-        """Diffusers' pipeline of the model's family, whose loader reads LoRAs in its own way."""
+        """Diffusers' pipeline for the model's family; each pipeline has its own loader of LoRAs."""
         self._model = model
         self._source = source
         self._timeout_s = timeout_s

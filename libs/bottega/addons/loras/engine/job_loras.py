@@ -23,9 +23,9 @@ from bottega.addons.loras.engine import (
     LoraSet,
     LoraSource,
     WholeLayer,
-    has_mixed_alphas,
     is_only_low_rank,
     left_out_by_stock,
+    stock_merges_alphas,
 )
 from bottega.addons.loras.engine.embeddings import TokenVectors
 from bottega.addons.loras.engine.lora_set import loras_part
@@ -357,7 +357,7 @@ class JobLoras(JobAddOn):
 def _unlike_stock(handle: LoraHandle, pipeline: Any) -> _UnlikeStock:
     components = {name: handle.layers(name) for name in COMPONENTS}
     return _UnlikeStock(
-        mixed_alphas=any(has_mixed_alphas(pipeline, layers) for layers in components.values()),
+        mixed_alphas=any(stock_merges_alphas(pipeline, layers) for layers in components.values()),
         left_out=tuple(
             what for name, layers in components.items() for what in left_out_by_stock(pipeline, name, layers)
         ),

@@ -32,12 +32,13 @@ from bottega.engine.spans import StoreWork
 from bottega.model.rows import Difference
 from bottega.v1.fleet_pb2 import ServiceAddress
 
-# Loaders of stock Diffusers that keep each alpha of kohya's files, with the modules outside of blocks that they ignore.
+# Loaders of stock Diffusers that keep each alpha of kohya's files. The values are modules outside of blocks that these
+# loaders ignore in such files.
 _OWN_ALPHAS = {
     FluxLoraLoaderMixin: ("x_embedder", "context_embedder", "time_text_embed", "norm_out", "proj_out"),
     ZImageLoraLoaderMixin: ("all_x_embedder", "all_final_layer"),
 }
-# The same of the others.
+# Modules that the loaders of all other models ignore in kohya's files.
 _OTHERS_IGNORE = ("add_embedding",)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
 """Normalisation layers, whose output is linear in their weight and bias."""
@@ -83,10 +84,10 @@ def make_layer(parts: Mapping[str, Tensor], scale: float) -> LoraLayer | WholeLa
     return WholeLayer(parts=parts, scale=scale)
 
 
-def has_mixed_alphas(pipeline: Any, layers: Layers) -> bool:
-    """Return whether modules of a component have different alphas, and stock Diffusers uses one for all.
+def stock_merges_alphas(pipeline: Any, layers: Layers) -> bool:
+    """Return whether stock Diffusers would replace different alphas of a component's modules by one alpha.
 
-    For kohya's files, it uses the most frequent alpha (scale times rank), except with Flux.1 and Z-Image.
+    For kohya's files, Diffusers uses the most frequent alpha (scale times rank), except with Flux.1 and Z-Image.
 
     Args:
         pipeline: The pipeline of the model's family.
@@ -107,13 +108,13 @@ def is_only_low_rank(layers: Layers) -> bool:
 def left_out_by_stock(pipeline: Any, component: str, layers: Layers) -> Iterator[str]:
     """Yield the names of modules of a component that stock Diffusers' loader ignores in kohya's files.
 
-    Diffusers 0.42 ignores tensors named lora_unet_add_embedding_..., Flux.1's layers outside of blocks, Z-Image's first
-    and last layer, a text encoder's attention without an out_proj, and in all files T5.
+    Diffusers 0.42 ignores tensors named lora_unet_add_embedding_..., layers of Flux.1 outside of blocks, the first and
+    the last layer of Z-Image, and a text encoder's attention without an out_proj. It ignores T5 in files of all kinds.
 
     Args:
         pipeline: The pipeline of the model's family.
-        component: The component.
-        layers: Its layers.
+        component: Name of the component.
+        layers: The component's layers.
     """
     if layers and component not in pipeline._lora_loadable_modules:
         yield component

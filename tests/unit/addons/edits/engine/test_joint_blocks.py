@@ -99,7 +99,7 @@ def test_rows_that_compute_all_tokens_get_what_the_plain_blocks_predict(network:
 
 
 def by_definition(network: ModelMixin, row: Row, recorded: StepInMemory, computed: Tensor) -> Tensor:
-    """What the plain blocks predict where recorded outputs take the place of what they make of unmasked tokens."""
+    """Return the prediction of the plain blocks if recorded outputs replace their outputs for unmasked tokens."""
     inside, handles = MaskTokens(computed).at(8, 8).mask.flatten()[:, None], []
     for name, kept in recorded.outputs.items():
 
@@ -118,7 +118,7 @@ def by_definition(network: ModelMixin, row: Row, recorded: StepInMemory, compute
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_what_is_masked_is_computed_and_the_rest_is_the_recordings(network: ModelMixin, mask: str) -> None:
-    """Beside plain rows, and another edit that reuses everything."""
+    """The batch also has plain rows, and another edit that reuses everything."""
     computed = MASKS[mask]
     edit, recorded = edit_of(network, computed)
     wanted = by_definition(network, edit, recorded, computed)

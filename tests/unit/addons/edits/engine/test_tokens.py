@@ -59,8 +59,8 @@ def test_tokens_are_counted_once_for_a_map_and_forgotten_with_it() -> None:
 def test_items_of_rows_lie_side_by_side_and_come_back_where_they_were() -> None:
     small, large = MaskTokens(box(0, 0, 3, 3)).at(8, 8), MaskTokens(box(4, 4, 9, 5)).at(8, 8)
     packing = pack_rows([small, None, large, small, small], 64, torch.device("cpu"))
-    assert packing.stream.offsets == (0, 4, 68, 83, 87, 91)
-    parts = [(part.first, part.last, part.count) for part in packing.stream.parts]
+    assert packing.layout.offsets == (0, 4, 68, 83, 87, 91)
+    parts = [(part.first, part.last, part.count) for part in packing.layout.parts]
     assert parts == [(0, 1, 4), (1, 2, 64), (2, 3, 15), (3, 5, 4)]
     whole = torch.randn(5, 64, 3)
     items = packing.pack(whole)

@@ -127,7 +127,7 @@ def test_a_lora_of_every_layer_draws_what_stock_draws(tmp_path: Path, family: st
     model, stock = model_of(family), stock_of(family)
     lora = random_lora(family_model(family), seed=1, text=layout not in ONLY_FLUX)
     file = LAYOUTS[layout](lora, tmp_path)
-    reads = layout in READ_BY_STOCK and (family, layout) != (Z_IMAGE, "first names of Diffusers")
+    reads = layout in READ_BY_STOCK and (family, layout) != (Z_IMAGE, "oldest names of Diffusers")
     theirs = file if reads else diffusers_file(lora, tmp_path)
     with loaded(stock, {"lora": theirs}), with_t5(stock, lora, 0.8):
         stock.text.set_adapters(["lora"], [0.8])

@@ -168,7 +168,7 @@ def make_masked_backbone(
     if isinstance(network, UNet2DConditionModel):
         return MaskedBackbone(network, maps=maps, beat=beat, operations=operations, memory=memory)
     plain = make_backbone(network)
-    assert isinstance(plain, Sd3Backbone | FluxBackbone), "`unsupported` refuses others"
+    assert isinstance(plain, Sd3Backbone | FluxBackbone), "`unsupported` refuses other networks"
     return MaskedJointBackbone(plain, beat=beat, operations=operations)
 
 

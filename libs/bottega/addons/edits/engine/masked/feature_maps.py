@@ -27,7 +27,7 @@ class PackedTokens:
     """The tokens that a transformer block computed."""
 
     items: Tensor
-    """The computed tokens, [items, channels], as in `packing`."""
+    """The computed tokens, [tokens, channels], as in `packing`."""
     packing: Packing
     recorded: Sequence[Tensor | None]
     """Recorded tokens of each row, [tokens, channels]; None for rows that compute all tokens. For the last block,
@@ -142,12 +142,12 @@ class FullMaps:
 
 
 def project_out(transformer: Transformer2DModel, packed: PackedTokens) -> Tensor:
-    """Apply the output projection to computed tokens: [items, channels]."""
-    stream = packed.packing.stream
+    """Apply the output projection to computed tokens: [tokens, channels]."""
+    layout = packed.packing.layout
     if transformer.use_linear_projection:
-        return stream.run(transformer.proj_out, packed.items)
-    # The layer is a 1 x 1 convolution: each token is a tile of one element.
-    return stream.run(transformer.proj_out, packed.items[:, :, None, None]).flatten(1)
+        return layout.run(transformer.proj_out, packed.items)
+    # The layer is a 1 x 1 convolution, so each token is passed as a tile of one element.
+    return layout.run(transformer.proj_out, packed.items[:, :, None, None]).flatten(1)
 
 
 def _tokens(feature_map: Tensor) -> Tensor:

@@ -3,9 +3,10 @@
 The tokens of the text are computed in every block, because they depend on the prompt and on the masked tokens. The
 computed tokens of image and text attend to all tokens. Source: InstGenIE (2025), which caches Flux in this way.
 
-A block's output is recorded, and not its keys and values: these would take twice the bytes, or four times with the
-second attention of Stable Diffusion 3.5, so that half as many blocks would fit into a template. Where projecting them
-again is slow, they are cached beside the recording (`self_attention.keep_projections`).
+A recording contains a block's output instead of its keys and values. Keys and values would take twice the bytes, or
+four times with the second attention of Stable Diffusion 3.5, so at most half as many blocks would fit into a template.
+Where projecting them again is slow, keys and values are cached beside the recording
+(`self_attention.keep_projections`).
 """
 
 from __future__ import annotations
@@ -38,12 +39,15 @@ class JointActivations(MaskedActivations):
     tokens: tuple[int, int]
     """Height and width of the picture in tokens."""
     controlled: bool
-    """Whether residuals are added to whole outputs between blocks."""
+    """Whether ControlNets add residuals between blocks, to the outputs for all tokens."""
     made: PackedTokens | None = None
-    """Output of the block before. None before the first block and where residuals are added; it is then `hidden`."""
+    """Output of the previous block. None before the first block and where residuals are added: then read `hidden`."""
 
     def rotary_of(self, tokens: slice) -> Rotary | None:
-        """Return the positions of some tokens of a row, of all rows; None if the network has no rotary positions."""
+        """Return the rotary cosines and sines of a slice of a row's tokens, repeated for every row.
+
+        Return None if the network has no rotary embedding.
+        """
         if self.rotary is None:
             return None
         cosines, sines = (table[tokens].repeat(len(self.hidden), 1) for table in self.rotary)
@@ -54,7 +58,7 @@ class MaskedJointBackbone:
     """A transformer whose rows may reuse recorded activations.
 
     Args:
-        plain: The backbone over whose modules it runs.
+        plain: The plain backbone, whose modules it runs.
         beat: Called after each block, see `Heartbeat`.
     """
 
@@ -106,9 +110,9 @@ class MaskedJointBackbone:
             recorded = forward.recorded(self.block_names[-1])
             packing = forward.packing(forward.tokens, [rest is not None for rest in recorded])
             made = PackedTokens(items=packing.pack(hidden), packing=packing, recorded=recorded)
-        stream, (scale, shift) = made.packing.stream, modulation(network.norm_out, forward.embedding)
-        normed = stream.modulate(network.norm_out.norm(made.items), shift, scale)
-        tokens = made.packing.merge(stream.run(network.proj_out, normed), made.recorded)
+        layout, (scale, shift) = made.packing.layout, modulation(network.norm_out, forward.embedding)
+        normed = layout.modulate(network.norm_out.norm(made.items), shift, scale)
+        tokens = made.packing.merge(layout.run(network.proj_out, normed), made.recorded)
         forward.put(self.block_names[-1], tokens)
         return self._plain.unpatchify(tokens, forward.size)
 
@@ -118,15 +122,15 @@ class MaskedJointBackbone:
 
         def run(activations: Activations) -> None:
             forward = _masked(activations)
-            # As in the plain block: `hidden` is another tensor after `select`.
+            # As in the plain block: after `select`, only the tensor in `points` has the residuals.
             forward.hidden = forward.points.pop(index - 1, forward.hidden)
             recorded = forward.recorded(names[index])
             masked = [rest is not None for rest in recorded]
             packing = forward.packing(forward.tokens, masked)
             made, whole = forward.made, None if forward.made is not None else forward.hidden
             if index == 0:
-                # A token's embedding depends on its own patch alone, which outside the mask is the recording's. With
-                # Flux Fill, it has a part of the masked image too.
+                # A token's embedding depends only on its own patch, and patches outside the mask equal those of the
+                # recording. With Flux Fill, the embedding depends on the masked image too.
                 as_recorded = masked if not self._plain.image_channels else [False] * len(masked)
                 made = packed_input(TokensIn(whole=forward.hidden, as_recorded=as_recorded), masked, packing)
             length = forward.context.shape[1]
@@ -140,15 +144,15 @@ class MaskedJointBackbone:
                 rotary=forward.rotary_of(slice(length, None)),
             )
             prompt = AllTokens(
-                items=forward.context.flatten(0, 1),
-                stream=packing.stream.aligned(length),
+                tokens=forward.context.flatten(0, 1),
+                layout=packing.layout.aligned(length),
                 rotary=forward.rotary_of(slice(length)),
             )
             items, texts = run_block(block, path, picture, prompt, forward.embedding, is_last=is_last)
             forward.context = texts.view_as(forward.context)
             forward.made = PackedTokens(items=items, packing=packing, recorded=recorded)
             if forward.controlled and (self.finish_needs or not is_last):
-                if is_last:  # Its own output is not recorded, and nothing reads the rest of it.
+                if is_last:  # The last block's output is not recorded, and nothing reads it outside the mask.
                     rest = items.new_zeros(packing.tokens, items.shape[1])
                     recorded = [None if each is None else rest for each in recorded]
                 forward.hidden = forward.points[index] = packing.merge(items, recorded)
@@ -167,13 +171,14 @@ def joint_paths(transformer: ModelMixin) -> tuple[str, ...]:
 
 
 def joint_blocks(transformer: ModelMixin) -> tuple[str, ...]:
-    """Return the names of recorded outputs, one for each block.
+    """Return the names of the recorded outputs, one for each block.
 
-    Only the last projection reads the last block, so it is recorded behind the projection, which has fewer channels.
+    Only the output projection reads the last block's output, so the output of the projection is recorded instead: it
+    has fewer channels.
     """
     return *joint_paths(transformer)[:-1], "proj_out"
 
 
 def _masked(activations: Activations) -> JointActivations:
-    assert isinstance(activations, JointActivations), "they are what `begin` has made"
+    assert isinstance(activations, JointActivations), "`begin` made the activations"
     return activations

@@ -15,7 +15,7 @@ from torch import Tensor
 from bottega.addons.edits.engine.activations import KeptProjections, Projections
 from bottega.addons.edits.engine.masked.feature_maps import PackedTokens, TokensIn
 from bottega.addons.edits.engine.masked.tokens import MaskedActivations, Packing, TokenSet
-from bottega.model.joint_blocks import Norm, ProjectedTokens, ProjectionLayers, Rotary, Started, Stream
+from bottega.model.joint_blocks import BlockInputs, Norm, ProjectedTokens, ProjectionLayers, Rotary, RowLayout
 
 # Rows of a guided request.
 _HALVES = 2
@@ -23,37 +23,38 @@ _HALVES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MaskedTokens:
-    """The tokens of the picture before a block, which computes those under the masks."""
+    """The tokens of the picture before a block that computes only the tokens under the masks."""
 
     before: str
     """Name of the recorded output of the block before."""
     size: tuple[int, int]
     """Height and width in tokens."""
     made: PackedTokens | None
-    """Output of the block before, or the first block's input; None if tokens outside masks are not recorded."""
+    """Output of the previous block, or the first block's input; None if tokens outside masks are not recorded."""
     whole: Tensor | None
     """The block's input with all tokens, [rows, tokens, channels]; None to merge it from `made`."""
     packing: Packing
     """The tokens that the block computes."""
     forward: MaskedActivations
     rotary: Rotary | None = None
-    """Positions of all tokens of all rows; None if the network adds positions to its input."""
+    """Rotary embedding of all tokens of all rows; None if the network adds positions to its input."""
 
     @property
-    def stream(self) -> Stream:
+    def layout(self) -> RowLayout:
         """The tokens that the block computes."""
-        return self.packing.stream
+        return self.packing.layout
 
-    def start(self, attentions: Mapping[str, ProjectionLayers], norm: Norm) -> Started:
-        """Run the block up to its self-attentions, whose keys and values are cached by their names.
+    def start(self, attentions: Mapping[str, ProjectionLayers], norm: Norm) -> BlockInputs:
+        """Norm and project the tokens for the block's self-attentions; `attentions` has their layers by name.
 
-        Without cached keys and values, all tokens are projected from the recorded output of the block before.
+        Keys and values of tokens outside masks come from the cache. If they are not cached, all tokens are projected,
+        from the recorded output of the previous block.
         """
         kept = [kept_projections(name, self.size, self.made, self.packing, self.forward) for name in attentions]
         rows = [each for each in kept if each is not None]
         if self.made is not None and len(rows) == len(kept):
             items = self.made.items
-            normed = norm(items, self.stream)
+            normed = norm(items, self.layout)
             projected: Sequence[ProjectedTokens] = [
                 self._project_items(layers, of_items, of_rows)
                 for layers, of_items, of_rows in zip(attentions.values(), normed, rows, strict=True)
@@ -64,37 +65,37 @@ class MaskedTokens:
             items = made.items if made is not None and made.packing is self.packing else self.packing.pack(whole)
             normed, projected = self._project_whole(attentions, norm, whole)
             keep_projections(list(attentions), self.size, made, projected, self.forward)
-        return Started(items=items, normed=normed, projected=projected)
+        return BlockInputs(tokens=items, normed=normed, projected=projected)
 
     def _project_items(self, layers: ProjectionLayers, normed: Tensor, kept: RowProjections) -> ProjectedTokens:
-        """Project computed tokens only, and merge them with cached keys and values."""
+        """Project only the computed tokens, and merge their keys and values with the cached ones."""
         packing, rotary = self.packing, self._rotary_of_items()
-        keys = packing.merge(layers.keys(normed, self.stream, rotary), kept.keys)
-        values = packing.merge(layers.values(normed, self.stream), kept.values)
+        keys = packing.merge(layers.keys(normed, self.layout, rotary), kept.keys)
+        values = packing.merge(layers.values(normed, self.layout), kept.values)
         return ProjectedTokens(
-            queries=layers.queries(normed, self.stream, rotary),
+            queries=layers.queries(normed, self.layout, rotary),
             keys=keys.flatten(0, 1),
             values=values.flatten(0, 1),
-            asking=self.stream,
-            read=self.stream.aligned(packing.tokens),
+            query_layout=self.layout,
+            key_layout=self.layout.aligned(packing.tokens),
         )
 
     def _project_whole(
         self, attentions: Mapping[str, ProjectionLayers], norm: Norm, whole: Tensor
     ) -> tuple[Sequence[Tensor], Sequence[ProjectedTokens]]:
-        """Project all tokens, and return the norm's outputs for the computed ones too."""
-        everything, rotary = self.stream.aligned(self.packing.tokens), self._rotary_of_items()
+        """Project all tokens. Return the norm's outputs for the computed tokens, and the projections."""
+        everything, rotary = self.layout.aligned(self.packing.tokens), self._rotary_of_items()
         computed, projected = [], []
         for layers, normed in zip(attentions.values(), norm(whole.flatten(0, 1), everything), strict=True):
             items = self.packing.pack(normed.view(self.packing.rows, self.packing.tokens, -1))
             computed.append(items)
             projected.append(
                 ProjectedTokens(
-                    queries=layers.queries(items, self.stream, rotary),
+                    queries=layers.queries(items, self.layout, rotary),
                     keys=layers.keys(normed, everything, self.rotary),
                     values=layers.values(normed, everything),
-                    asking=self.stream,
-                    read=everything,
+                    query_layout=self.layout,
+                    key_layout=everything,
                 )
             )
         return computed, projected
@@ -109,7 +110,7 @@ class MaskedTokens:
         return whole
 
     def _rotary_of_items(self) -> Rotary | None:
-        """Return the positions of the computed tokens."""
+        """Return the rotary embedding of the computed tokens."""
         index = self.packing.index
         if self.rotary is None or index is None:
             return self.rotary
@@ -167,15 +168,15 @@ def keep_projections(
 ) -> None:
     """Cache a block's keys and values that depend only on recordings, for later edits of the template.
 
-    They belong to the tokens that were not computed, and are the same weights applied to the recorded output of the
-    block before. A transformer's first block uses its recorded input instead, if there is one, because whole
-    convolutions mix computed elements into it. Those of all the block's attentions are cached, or of none, because
-    they are only read together.
+    Only keys and values of tokens that were not computed are cached. They are projections of the recorded output of the
+    previous block. A transformer's first block projects its recorded input instead, if there is one, because whole
+    convolutions mix computed elements into it. The keys and values of all the block's attentions are cached or none
+    are, because they are only read together.
 
     Args:
         names: Names of the block's self-attentions.
         size: Height and width in tokens.
-        made: Output of the block before, or the first block's input.
+        made: Output of the previous block, or the first block's input.
         projected: Keys and values of all tokens, for each attention.
         forward: The state of the forward pass.
     """

@@ -2,7 +2,7 @@
 
 A map is bool [height, width] at latent size, True for computed elements. The computed tokens of all rows are packed, so
 that rows with different masks share a network's layer calls. "Whole" tensors are [rows, tokens, channels]. Packed ones
-are [items, channels]: the computed tokens of the first row, then those of the second, and so on. Padding instead would
+are [tokens, channels]: the computed tokens of the first row, then those of the second, and so on. Padding instead would
 save nothing as soon as one row computes all tokens, because all other rows would be padded to its length.
 """
 
@@ -26,7 +26,7 @@ from bottega.device.devices import open_device
 from bottega.model.backbone import Activations, RowSpans
 from bottega.model.backbones.flux import FluxBackbone
 from bottega.model.backbones.z_image import ZImageBackbone
-from bottega.model.joint_blocks import Stream
+from bottega.model.joint_blocks import RowLayout
 from bottega.model.operations import Moves
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def finest_stride(network: ModelMixin) -> int:
 
 def patch_size(transformer: ModelMixin) -> int:
     """Return the side length, in latent elements, of a transformer's token."""
-    # The configurations of Flux.1 and Z-Image do not say it.
+    # The configurations of Flux.1 and Z-Image do not contain the patch size.
     for network, backbone in ((FluxTransformer2DModel, FluxBackbone), (ZImageTransformer2DModel, ZImageBackbone)):
         if isinstance(transformer, network):
             return backbone.patch_size
@@ -162,10 +162,10 @@ class Packing:
     """Number of rows in whole tensors."""
     tokens: int
     """Number of tokens of each row in whole tensors."""
-    stream: Stream
-    """The computed tokens of each row, [items, channels]."""
+    layout: RowLayout
+    """The computed tokens of each row, [tokens, channels]."""
     index: Tensor | None
-    """Position of each item among rows * tokens, int64 [items]; None if every token is computed."""
+    """Position of each packed token among rows * tokens, int64 [tokens]; None if every token is computed."""
     moves: Moves | None = None
     """Kernels that pack and merge; None for plain torch."""
     slots: Tensor | None = None
@@ -220,7 +220,7 @@ def pack_rows(
     return Packing(
         rows=len(sets),
         tokens=tokens,
-        stream=Stream.of([(len(list(rows)), count) for count, rows in groupby(counts)], spans or RowSpans()),
+        layout=RowLayout.of([(len(list(rows)), count) for count, rows in groupby(counts)], spans or RowSpans()),
         index=index,
         moves=moves,
         slots=slots,

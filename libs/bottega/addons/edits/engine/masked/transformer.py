@@ -23,7 +23,7 @@ from bottega.addons.edits.engine.masked.self_attention import MaskedTokens, pack
 from bottega.addons.edits.engine.masked.tokens import MaskedActivations, adjacent
 from bottega.device.memory_plan import MemoryPlan
 from bottega.model.backbone import PromptOrigin
-from bottega.model.joint_blocks import ProjectedTokens, ProjectionLayers, Stream, attend
+from bottega.model.joint_blocks import ProjectedTokens, ProjectionLayers, RowLayout, attend
 
 # Room for twenty prompts of SDXL, whose projections take 25 MB in half precision. A running forward holds its own.
 _BUDGET_BYTES = 512 << 20
@@ -147,31 +147,31 @@ class MaskedTransformer:
             layers = ProjectionLayers.of_picture(block.attn1)
             started = start.start({self._paths[place]: layers}, partial(_normed, block))
             (attended,) = attend(started.projected, layers.heads)
-            items = self._behind_attention(place, started.items, attended, packing.stream, forward)
+            items = self._behind_attention(place, started.tokens, attended, packing.layout, forward)
             made = PackedTokens(items=items, packing=packing, recorded=recorded)
         assert made is not None, "a transformer has a block"
         return made
 
     def _behind_attention(
-        self, place: int, items: Tensor, attended: Tensor, stream: Stream, forward: MaskedActivations
+        self, place: int, items: Tensor, attended: Tensor, layout: RowLayout, forward: MaskedActivations
     ) -> Tensor:
-        """Run a block from its self-attention on, whose output is `attended`. Both are [items, channels]."""
+        """Run a block from its self-attention on, whose output is `attended`. Both are [tokens, channels]."""
         block = self._blocks[place]
         cross = block.attn2
-        items = items + stream.run(block.attn1.to_out[0], attended)
+        items = items + layout.run(block.attn1.to_out[0], attended)
         keys, values = project(cross, self._paths[place], forward.context, forward.prompts)
         prompt = ProjectedTokens(
-            queries=stream.run(cross.to_q, block.norm2(items)),
+            queries=layout.run(cross.to_q, block.norm2(items)),
             keys=keys.flatten(0, 1),
             values=values.flatten(0, 1),
-            asking=stream,
-            read=stream.aligned(keys.shape[1]),
+            query_layout=layout,
+            key_layout=layout.aligned(keys.shape[1]),
         )
         (attended,) = attend([prompt], cross.heads)
-        items += stream.run(cross.to_out[0], attended)
-        items += stream.run(block.ff, block.norm3(items))
+        items += layout.run(cross.to_out[0], attended)
+        items += layout.run(block.ff, block.norm3(items))
         return items
 
 
-def _normed(block: BasicTransformerBlock, items: Tensor, _stream: Stream) -> tuple[Tensor]:
+def _normed(block: BasicTransformerBlock, items: Tensor, _layout: RowLayout) -> tuple[Tensor]:
     return (block.norm1(items),)

@@ -27,7 +27,7 @@ from bottega.addons.edits.engine.sparse.maps import convolves_plainly, upsamples
 
 _Size = tuple[int, int]
 _FLOAT16_BYTES = 2
-# Of prompts. Stable Diffusion 3 reads T5's behind CLIP's, and Flux.1 dev twice as many of T5's alone.
+# Tokens of a prompt. Stable Diffusion 3 reads T5's tokens after CLIP's; Flux.1 dev reads only T5's, twice as many.
 _CLIP_TOKENS, _T5_TOKENS = 77, 256
 
 
@@ -247,7 +247,7 @@ def _joint_flops(block: Any, tokens: int, text: int, *, is_last: bool) -> tuple[
 
 
 def _single_flops(block: Any, tokens: int, text: int, *, is_last: bool) -> tuple[float, float]:
-    """Return the operations of a block with the same layers for image and text; see `_joint_flops`."""
+    """Return the operations of a block with shared layers for image and text; see `_joint_flops`."""
     attention = block.attn
     projected = _flops(attention.to_k) + _flops(attention.to_v)
     computed = _flops(attention.to_q) + _flops(block.proj_mlp) + _flops(block.proj_out)

@@ -178,7 +178,7 @@ class ImageReader:
         return self.recording.shape
 
     def coming(self, turn: int) -> Coming:
-        """Return the rows that the image will compute in its forward pass number `turn`; 0 is the next one."""
+        """Return the rows that the image will compute in a later forward pass; the next one is `turn` 0."""
         request = self._request
         if turn >= request.evaluations_left:
             return (), 0

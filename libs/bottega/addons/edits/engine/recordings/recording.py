@@ -97,7 +97,7 @@ class StepKey:
 
 
 def prompt_of(spec: ResolvedSpec, half: Half, *, embeds_guidance: bool) -> str:
-    """Return a digest, in hex, of the prompts of one half of guidance, and of the scale if the network reads it."""
+    """Return a digest, in hex, of a half's prompts, and of the guidance scale if the network reads it."""
     prompts, negative_prompts = (spec.prompt, spec.prompt_2), (spec.negative_prompt, spec.negative_prompt_2)
     facts: list[object] = list(prompts if half is Half.CONDITIONAL else negative_prompts)
     if half is Half.CONDITIONAL or spec.weighted:

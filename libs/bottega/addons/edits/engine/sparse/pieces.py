@@ -187,7 +187,7 @@ class Tiles:
         return self.rectangles[0].height, self.rectangles[0].width
 
     def core(self, maps: Tensor, margin: int) -> Tensor:
-        """Return the tiles of `maps` without the `margin` elements that were cut around each."""
+        """Return the tiles of `maps` without their borders, which are `margin` elements wide."""
         return maps[:, :, margin:-margin, margin:-margin] if margin else maps
 
     def convolve(self, convolution: nn.Conv2d, maps: Tensor, margin: int) -> Tensor:
