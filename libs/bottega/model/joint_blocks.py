@@ -146,8 +146,10 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, heads: int) -> Tensor
     """Compute the attention of a group of rows. Each argument is [rows, length, channels]."""
     if not queries.shape[1]:
         return queries  # These rows have no queries.
-    by_head = (tensor.view(*tensor.shape[:2], heads, -1).transpose(1, 2) for tensor in (queries, keys, values))
-    return functional.scaled_dot_product_attention(*by_head).transpose(1, 2).flatten(2)
+    queries, keys, values = (
+        tensor.view(*tensor.shape[:2], heads, -1).transpose(1, 2) for tensor in (queries, keys, values)
+    )
+    return functional.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
