@@ -293,7 +293,7 @@ def test_keys_tell_all_steps_apart_though_the_last_bits_of_their_noise_do_not_co
     assert told_apart < levels / 50
 
 
-def follow_prompts(desk: EditDesk) -> None:
+def blocks_depend_on_prompt(desk: EditDesk) -> None:
     """Its model's blocks follow the prompt."""
     desk.edits.cosines = PromptCosines(cosines={"a": LEAST_COSINE - 0.1})
 
@@ -303,13 +303,13 @@ def test_blocks_are_measured_also_where_the_first_image_is_done(model: Model, de
     assert done is not None
     (first,) = done.requests
     assert first.evaluation == first.last_evaluation
-    follows = desk.edits.follow_prompts(SECOND.spec, encode_prompts(model, SECOND.spec), first)
+    follows = desk.edits.blocks_depend_on_prompt(SECOND.spec, encode_prompts(model, SECOND.spec), first)
     assert desk.edits.cosines is not None
     assert follows is not desk.edits.cosines.reliable
 
 
 def test_where_blocks_follow_the_prompt_the_half_that_has_it_is_computed_for_another_one(desk: EditDesk) -> None:
-    follow_prompts(desk)
+    blocks_depend_on_prompt(desk)
     other = replace(SECOND.spec, prompt="a yellow square")
     cautious = edit_record(desk, masked_order(other, key="cautious", any_prompt=False))
     assert cautious.blocks_reused == cautious.blocks_total / 2
@@ -332,13 +332,13 @@ def test_where_blocks_follow_the_prompt_the_half_that_has_it_is_computed_for_ano
 def test_a_prompt_that_is_read_in_another_way_is_another_prompt(
     desk: EditDesk, changes: dict[str, Any], reused: float
 ) -> None:
-    follow_prompts(desk)
+    blocks_depend_on_prompt(desk)
     record = edit_record(desk, masked_order(replace(FIRST.spec, **changes), key="other", any_prompt=False))
     assert record.blocks_reused == reused * record.blocks_total
 
 
 def test_where_blocks_follow_the_prompt_two_prompts_on_one_image_do_not_drive_each_other_out(desk: EditDesk) -> None:
-    follow_prompts(desk)
+    blocks_depend_on_prompt(desk)
     (recording,) = desk.source.recordings
     alone_bytes = recording.size_bytes
     prompts = ("a yellow square", FIRST.spec.prompt, "a yellow square", FIRST.spec.prompt)
@@ -353,7 +353,7 @@ def test_where_blocks_follow_the_prompt_two_prompts_on_one_image_do_not_drive_ea
 
 
 def test_without_room_for_two_prompts_the_newer_one_stays(desk: EditDesk) -> None:
-    follow_prompts(desk)
+    blocks_depend_on_prompt(desk)
     (recording,) = desk.source.recordings
     recording.budget_bytes = recording.size_bytes
     other = replace(FIRST.spec, prompt="a yellow square")
