@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from bottega.addons.controlnets.engine.provider import ControlHosts, ControlInput, ControlServer
-from bottega.addons.controlnets.engine.remote import RemoteControls, controls_part, read_controls
+from bottega.addons.controlnets.engine.remote import MAX_SESSIONS, RemoteControls, controls_part, read_controls
 from bottega.addons.loras.engine.lora_set import RemoteLoras
 from bottega.device_links.tensor_messages import TensorMessage, message_of
 from bottega.engine.parallel.messages import (
@@ -140,9 +140,9 @@ WHOLE = controls_part([CONTROL])
         replace(WHOLE, header=b"[]"),
         replace(WHOLE, header=b"nothing"),
         controls_part([replace(CONTROL, halves=EMBEDS)]),
-        controls_part([CONTROL] * 18),
+        controls_part([CONTROL] * (MAX_SESSIONS + 1)),
     ],
-    ids=["no image", "floats", "none", "no JSON", "a half without conditions", "eighteen"],
+    ids=["no image", "floats", "none", "no JSON", "a half without conditions", "too many"],
 )
 def test_controlnets_that_break_a_rule_are_refused(part: OffloadedPart) -> None:
     with pytest.raises(ValueError):  # noqa: PT011 - of several kinds
