@@ -75,10 +75,16 @@ def test_each_vae_and_version_of_it_gets_a_folder_that_other_imports_keep(tmp_pa
 
 @pytest.mark.usefixtures("quick_conversions")
 def test_the_command_names_the_folder_of_other_parts(tmp_path: Path) -> None:
-    file, folder, parts = tmp_path / "scenes.safetensors", tmp_path / "scenes", tmp_path / "flux"
+    file = write_single_file(tmp_path / "scenes.safetensors", "sd15")
+    folder, parts = tmp_path / "scenes", tmp_path / "flux"
     done = CliRunner().invoke(main, ["models", "import", str(file), "--parts", str(parts)])
     assert done.exit_code == 0, done.output
     assert (folder / "parts").readlink() == parts
+
+
+def test_the_command_refuses_a_file_that_is_not_there(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["models", "import", str(tmp_path / "scenes.safetensors")])
+    assert (done.exit_code, "does not exist" in done.stderr, "download" in done.stderr) == (2, True, False)
 
 
 @pytest.mark.usefixtures("quick_conversions")

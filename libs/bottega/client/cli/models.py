@@ -97,7 +97,7 @@ def check_command(*, path: str, as_json: bool) -> None:
 
 
 @command.command("import")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option(
     "--family", type=click.Choice(list(FAMILIES)), help="Family, for a file that does not tell, such as a VAE."
 )
