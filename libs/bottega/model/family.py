@@ -53,7 +53,7 @@ class ModelFamily:
     """Name in messages, such as `SDXL`."""
     pipeline: Any
     """Diffusers' text-to-image pipeline, which assembles the parts."""
-    left_out: Mapping[str, Any]
+    left_out: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the pipeline that leave out parts which the suite does not use."""
     networks: Mapping[str, Any] = field(default_factory=lambda: {UNET: UNet2DConditionModel, "vae": AutoencoderKL})
     """Classes of the denoising network and the VAE by the name of their part, in the order in which they are loaded."""
@@ -99,7 +99,7 @@ class ModelFamily:
 
     Its last argument is `ResolvedSpec.max_sequence_length`.
     """
-    picture_conditions: Callable[[int, int], Mapping[str, Tensor]]
+    picture_conditions: Callable[[int, int], Mapping[str, Tensor]] = lambda _height, _width: {}
     """Returns the conditions that depend on the picture's height and width, in pixels, as float32 tensors."""
     guidance_scale: float
     """Default of the text-to-image pipeline. Diffusers' Flux has another one for image-to-image, 7."""
@@ -241,7 +241,6 @@ def _stable_diffusion(name: str) -> ModelFamily:
         states=_last_states,
         states_from_end=1,
         join=_join_single,
-        picture_conditions=lambda _height, _width: {},
         guidance_scale=7.5,
         edit_guidance_scale=7.5,
         strength=0.8,
@@ -291,7 +290,6 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             takes_embeddings=False,
             states_from_end=2,
             join=partial(_join_sd3, width=4096),
-            picture_conditions=lambda _height, _width: {},
             guidance_scale=7.0,
             edit_guidance_scale=7.0,
             strength=0.6,
@@ -316,7 +314,6 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             halves_share_residuals=True,
             states_from_end=0,
             join=_join_flux,
-            picture_conditions=lambda _height, _width: {},
             guidance_scale=3.5,
             edit_guidance_scale=7.0,
             strength=0.6,
@@ -331,7 +328,6 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
         Z_IMAGE: ModelFamily(
             name=TITLES[Z_IMAGE],
             pipeline=ZImagePipeline,
-            left_out={},
             networks={TRANSFORMER: ZImageTransformer2DModel, "vae": AutoencoderKL},
             text_encoders={"text_encoder": Qwen3Model},
             states=_penultimate_states,
@@ -343,7 +339,6 @@ FAMILIES: Mapping[str, ModelFamily] = MappingProxyType(
             takes_controlnets=False,
             states_from_end=0,
             join=_join_z_image,
-            picture_conditions=lambda _height, _width: {},
             guidance_scale=5.0,
             edit_guidance_scale=5.0,
             strength=0.6,

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice, pairwise
 from typing import Any
 
-from bottega.model_files.transformer_rules import Tensors, flux_tensors, sd3_tensors, t5_tensors
+from bottega.model_files.transformer_rules import Tensors, flux_tensors, linear_tensors, sd3_tensors, t5_tensors
 from bottega.model_files.weights import FLOATING_POINT, Weights
 from bottega.model_files.z_image_rules import qwen3_tensors, z_image_tensors
 from bottega.plain_text import excerpt
@@ -156,12 +156,12 @@ def _union_tensors(config: Mapping[str, Any]) -> Tensors:
         block = f"transformer_layes.{layer}"  # spelt so in Diffusers
         yield f"{block}.attn.in_proj_weight", (3 * width, width)
         yield f"{block}.attn.in_proj_bias", (3 * width,)
-        yield from _linear(f"{block}.attn.out_proj", width, width)
+        yield from linear_tensors(f"{block}.attn.out_proj", width, width)
         for norm in ("ln_1", "ln_2"):
             yield from _norm(f"{block}.{norm}", width)
-        yield from _linear(f"{block}.mlp.c_fc", width, 4 * width)
-        yield from _linear(f"{block}.mlp.c_proj", 4 * width, width)
-    yield from _linear("spatial_ch_projs", width, config["num_proj_channel"])
+        yield from linear_tensors(f"{block}.mlp.c_fc", width, 4 * width)
+        yield from linear_tensors(f"{block}.mlp.c_proj", 4 * width, width)
+    yield from linear_tensors("spatial_ch_projs", width, config["num_proj_channel"])
     yield from _embedding(
         "control_add_embedding", modes * config["addition_time_embed_dim"], 4 * config["block_out_channels"][0]
     )
@@ -207,10 +207,10 @@ def text_encoder_tensors(config: Mapping[str, Any], *, projects: bool) -> Tensor
     for number in range(config["num_hidden_layers"]):
         layer = f"encoder.layers.{number}"
         for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            yield from _linear(f"{layer}.self_attn.{name}", width, width)
+            yield from linear_tensors(f"{layer}.self_attn.{name}", width, width)
         yield from _norm(f"{layer}.layer_norm1", width)
-        yield from _linear(f"{layer}.mlp.fc1", width, inner)
-        yield from _linear(f"{layer}.mlp.fc2", inner, width)
+        yield from linear_tensors(f"{layer}.mlp.fc1", width, inner)
+        yield from linear_tensors(f"{layer}.mlp.fc2", inner, width)
         yield from _norm(f"{layer}.layer_norm2", width)
     yield from _norm("final_layer_norm", width)
     if projects:
@@ -292,7 +292,7 @@ def _unet_middle(level: _Level, config: Mapping[str, Any]) -> Tensors:
 def _transformer(name: str, depth: int, level: _Level, config: Mapping[str, Any]) -> Tensors:
     width = level.width
     inner = level.heads * (width // level.heads)
-    project = _linear if config["use_linear_projection"] else _point_convolution
+    project = linear_tensors if config["use_linear_projection"] else _point_convolution
     yield from _norm(f"{name}.norm", width)
     yield from project(f"{name}.proj_in", width, inner)
     for number in range(depth):
@@ -302,8 +302,8 @@ def _transformer(name: str, depth: int, level: _Level, config: Mapping[str, Any]
         yield from _attention(f"{block}.attn1", inner, level.context if level.attends_prompt_alone else inner)
         yield from _attention(f"{block}.attn2", inner, level.context)
         hidden = _FEED_FORWARD * inner
-        yield from _linear(f"{block}.ff.net.0.proj", inner, _GATED * hidden)
-        yield from _linear(f"{block}.ff.net.2", hidden, inner)
+        yield from linear_tensors(f"{block}.ff.net.0.proj", inner, _GATED * hidden)
+        yield from linear_tensors(f"{block}.ff.net.2", hidden, inner)
     yield from project(f"{name}.proj_out", inner, width)
 
 
@@ -311,7 +311,7 @@ def _attention(name: str, width: int, context: int) -> Tensors:
     yield f"{name}.to_q.weight", (width, width)
     yield f"{name}.to_k.weight", (width, context)
     yield f"{name}.to_v.weight", (width, context)
-    yield from _linear(f"{name}.to_out.0", width, width)
+    yield from linear_tensors(f"{name}.to_out.0", width, width)
 
 
 def _residual(name: str, inputs: int, outputs: int, config: Mapping[str, Any] | None = None) -> Tensors:
@@ -325,7 +325,7 @@ def _residual(name: str, inputs: int, outputs: int, config: Mapping[str, Any] | 
     if config is not None:
         time = config["time_embedding_dim"] or 4 * config["block_out_channels"][0]
         scales = 2 if config["resnet_time_scale_shift"] == "scale_shift" else 1
-        yield from _linear(f"{name}.time_emb_proj", time, scales * outputs)
+        yield from linear_tensors(f"{name}.time_emb_proj", time, scales * outputs)
     yield from _norm(f"{name}.norm2", outputs)
     yield from _convolution(f"{name}.conv2", outputs, outputs, 3)
     if inputs != outputs:
@@ -352,12 +352,12 @@ def _vae_ends(half: str, config: Mapping[str, Any], middle: int, width: int, out
 def _vae_attention(name: str, width: int) -> Tensors:
     yield from _norm(f"{name}.group_norm", width)
     for projection in ("to_q", "to_k", "to_v", "to_out.0"):
-        yield from _linear(f"{name}.{projection}", width, width)
+        yield from linear_tensors(f"{name}.{projection}", width, width)
 
 
 def _embedding(name: str, inputs: int, outputs: int) -> Tensors:
-    yield from _linear(f"{name}.linear_1", inputs, outputs)
-    yield from _linear(f"{name}.linear_2", outputs, outputs)
+    yield from linear_tensors(f"{name}.linear_1", inputs, outputs)
+    yield from linear_tensors(f"{name}.linear_2", outputs, outputs)
 
 
 def _convolution(name: str, inputs: int, outputs: int, kernel: int) -> Tensors:
@@ -367,11 +367,6 @@ def _convolution(name: str, inputs: int, outputs: int, kernel: int) -> Tensors:
 
 def _point_convolution(name: str, inputs: int, outputs: int) -> Tensors:
     yield from _convolution(name, inputs, outputs, 1)
-
-
-def _linear(name: str, inputs: int, outputs: int) -> Tensors:
-    yield f"{name}.weight", (outputs, inputs)
-    yield f"{name}.bias", (outputs,)
 
 
 def _norm(name: str, width: int) -> Tensors:

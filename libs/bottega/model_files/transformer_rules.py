@@ -225,8 +225,8 @@ def sd3_tensors(config: Mapping[str, Any]) -> Tensors:
             is_last=number == config["num_layers"] - 1,
             is_dual=number in config["dual_attention_layers"],
         )
-    yield from _linear("norm_out.linear", width, 2 * width)
-    yield from _linear("proj_out", width, config["patch_size"] ** 2 * config["out_channels"])
+    yield from linear_tensors("norm_out.linear", width, 2 * width)
+    yield from linear_tensors("proj_out", width, config["patch_size"] ** 2 * config["out_channels"])
 
 
 def sd3_controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
@@ -241,7 +241,7 @@ def sd3_controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
             yield from _single_block(block, width)
         else:
             yield from _joint_block(block, width, head if config["qk_norm"] else None, is_dual=is_dual)
-        yield from _linear(f"controlnet_blocks.{number}", width, width)
+        yield from linear_tensors(f"controlnet_blocks.{number}", width, width)
 
 
 def _sd3_inputs(width: int, config: Mapping[str, Any]) -> Tensors:
@@ -251,7 +251,7 @@ def _sd3_inputs(width: int, config: Mapping[str, Any]) -> Tensors:
         yield from _patches("pos_embed", width, config)
     yield from _conditions(width, timestep=_TIME_FEATURES, text=config["pooled_projection_dim"])
     if config["joint_attention_dim"] is not None:
-        yield from _linear("context_embedder", config["joint_attention_dim"], config["caption_projection_dim"])
+        yield from linear_tensors("context_embedder", config["joint_attention_dim"], config["caption_projection_dim"])
 
 
 def _patches(name: str, width: int, config: Mapping[str, Any]) -> Tensors:
@@ -262,19 +262,19 @@ def _patches(name: str, width: int, config: Mapping[str, Any]) -> Tensors:
 
 def _single_block(block: str, width: int) -> Tensors:
     """Yield the tensors of a block in which the image attends to itself alone."""
-    yield from _linear(f"{block}.norm1.linear", width, 6 * width)
+    yield from linear_tensors(f"{block}.norm1.linear", width, 6 * width)
     for name in ("to_q", "to_k", "to_v", "to_out.0"):
-        yield from _linear(f"{block}.attn.{name}", width, width)
-    yield from _linear(f"{block}.ff.net.0.proj", width, 4 * width)
-    yield from _linear(f"{block}.ff.net.2", 4 * width, width)
+        yield from linear_tensors(f"{block}.attn.{name}", width, width)
+    yield from linear_tensors(f"{block}.ff.net.0.proj", width, 4 * width)
+    yield from linear_tensors(f"{block}.ff.net.2", 4 * width, width)
 
 
 def flux_tensors(config: Mapping[str, Any]) -> Tensors:
     """Yield the names and shapes of the tensors of a FluxTransformer2DModel."""
     width = config["attention_head_dim"] * config["num_attention_heads"]
     yield from _flux_blocks(config)
-    yield from _linear("norm_out.linear", width, 2 * width)
-    yield from _linear("proj_out", width, config["out_channels"] or config["in_channels"])
+    yield from linear_tensors("norm_out.linear", width, 2 * width)
+    yield from linear_tensors("proj_out", width, config["out_channels"] or config["in_channels"])
 
 
 def flux_controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
@@ -283,10 +283,10 @@ def flux_controlnet_tensors(config: Mapping[str, Any]) -> Tensors:
     yield from _flux_blocks(config)
     for name, blocks in (("controlnet_blocks", "num_layers"), ("controlnet_single_blocks", "num_single_layers")):
         for number in range(config[blocks]):
-            yield from _linear(f"{name}.{number}", width, width)
+            yield from linear_tensors(f"{name}.{number}", width, width)
     if config["num_mode"] is not None:
         yield "controlnet_mode_embedder.weight", (config["num_mode"], width)
-    yield from _linear("controlnet_x_embedder", config["in_channels"], width)
+    yield from linear_tensors("controlnet_x_embedder", config["in_channels"], width)
 
 
 def _flux_blocks(config: Mapping[str, Any]) -> Tensors:
@@ -294,18 +294,18 @@ def _flux_blocks(config: Mapping[str, Any]) -> Tensors:
     head = config["attention_head_dim"]
     width = head * config["num_attention_heads"]
     guidance = {"guidance": _TIME_FEATURES} if config["guidance_embeds"] else {}
-    yield from _linear("x_embedder", config["in_channels"], width)
+    yield from linear_tensors("x_embedder", config["in_channels"], width)
     yield from _conditions(width, timestep=_TIME_FEATURES, text=config["pooled_projection_dim"], **guidance)
-    yield from _linear("context_embedder", config["joint_attention_dim"], width)
+    yield from linear_tensors("context_embedder", config["joint_attention_dim"], width)
     for number in range(config["num_layers"]):
         yield from _joint_block(f"transformer_blocks.{number}", width, head)
     for number in range(config["num_single_layers"]):
         block = f"single_transformer_blocks.{number}"
-        yield from _linear(f"{block}.norm.linear", width, 3 * width)
-        yield from _linear(f"{block}.proj_mlp", width, 4 * width)
-        yield from _linear(f"{block}.proj_out", 5 * width, width)
+        yield from linear_tensors(f"{block}.norm.linear", width, 3 * width)
+        yield from linear_tensors(f"{block}.proj_mlp", width, 4 * width)
+        yield from linear_tensors(f"{block}.proj_out", 5 * width, width)
         for name in ("to_q", "to_k", "to_v"):
-            yield from _linear(f"{block}.attn.{name}", width, width)
+            yield from linear_tensors(f"{block}.attn.{name}", width, width)
         for name in ("norm_q", "norm_k"):
             yield f"{block}.attn.{name}.weight", (head,)
 
@@ -313,8 +313,8 @@ def _flux_blocks(config: Mapping[str, Any]) -> Tensors:
 def _conditions(width: int, **inputs: int) -> Tensors:
     """Yield the tensors of the networks that embed conditions, by their name with the number of their inputs."""
     for name, features in inputs.items():
-        yield from _linear(f"time_text_embed.{name}_embedder.linear_1", features, width)
-        yield from _linear(f"time_text_embed.{name}_embedder.linear_2", width, width)
+        yield from linear_tensors(f"time_text_embed.{name}_embedder.linear_1", features, width)
+        yield from linear_tensors(f"time_text_embed.{name}_embedder.linear_2", width, width)
 
 
 def _joint_block(block: str, width: int, head: int | None, *, is_last: bool = False, is_dual: bool = False) -> Tensors:
@@ -325,22 +325,22 @@ def _joint_block(block: str, width: int, head: int | None, *, is_last: bool = Fa
         is_last: Whether the text does not go on.
         is_dual: Whether the image also attends to itself alone.
     """
-    yield from _linear(f"{block}.norm1.linear", width, (9 if is_dual else 6) * width)
+    yield from linear_tensors(f"{block}.norm1.linear", width, (9 if is_dual else 6) * width)
     # The last block changes the text no more: it only attends to it.
-    yield from _linear(f"{block}.norm1_context.linear", width, (2 if is_last else 6) * width)
+    yield from linear_tensors(f"{block}.norm1_context.linear", width, (2 if is_last else 6) * width)
     projections = ["to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj"]
     norms = ["norm_q", "norm_k", "norm_added_q", "norm_added_k"]
     layers = {"attn": [*projections, *([] if is_last else ["to_add_out"])]}
     layers |= {"attn2": projections[:4]} if is_dual else {}
     for attention, names in layers.items():
         for name in names:
-            yield from _linear(f"{block}.{attention}.{name}", width, width)
+            yield from linear_tensors(f"{block}.{attention}.{name}", width, width)
         if head is not None:
             for norm in norms[: 4 if attention == "attn" else 2]:
                 yield f"{block}.{attention}.{norm}.weight", (head,)
     for network in ("ff",) if is_last else ("ff", "ff_context"):
-        yield from _linear(f"{block}.{network}.net.0.proj", width, 4 * width)
-        yield from _linear(f"{block}.{network}.net.2", 4 * width, width)
+        yield from linear_tensors(f"{block}.{network}.net.0.proj", width, 4 * width)
+        yield from linear_tensors(f"{block}.{network}.net.2", 4 * width, width)
 
 
 def t5_tensors(config: Mapping[str, Any]) -> Tensors:
@@ -363,6 +363,7 @@ def t5_tensors(config: Mapping[str, Any]) -> Tensors:
     yield "encoder.final_layer_norm.weight", (width,)
 
 
-def _linear(name: str, inputs: int, outputs: int) -> Tensors:
+def linear_tensors(name: str, inputs: int, outputs: int) -> Tensors:
+    """Yield the names and shapes of the weight and the bias of a linear layer."""
     yield f"{name}.weight", (outputs, inputs)
     yield f"{name}.bias", (outputs,)

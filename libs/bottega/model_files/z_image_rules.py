@@ -20,7 +20,7 @@ from bottega.model_files.field_rules import (
     whole,
     with_defaults,
 )
-from bottega.model_files.transformer_rules import Tensors
+from bottega.model_files.transformer_rules import Tensors, linear_tensors
 
 # Published transformers have 30 blocks and 30 heads, and their text encoder has 36 layers.
 _MOST_BLOCKS, _MOST_HEADS, _MOST_WIDTH = 256, 1024, 65_536
@@ -152,13 +152,13 @@ def z_image_tensors(config: Mapping[str, Any]) -> Tensors:
     """Yield the names and shapes of the tensors of a ZImageTransformer2DModel."""
     width, patches = config["dim"], f"{_PATCH}-{_FRAMES}"
     time, features = min(width, _TIME_WIDTH), _PATCH**2 * _FRAMES * config["in_channels"]
-    yield from _linear(f"all_x_embedder.{patches}", features, width)
-    yield from _linear(f"all_final_layer.{patches}.linear", width, features)
-    yield from _linear(f"all_final_layer.{patches}.adaLN_modulation.1", time, width)
-    yield from _linear("t_embedder.mlp.0", _TIME_FEATURES, _TIME_HIDDEN)
-    yield from _linear("t_embedder.mlp.2", _TIME_HIDDEN, time)
+    yield from linear_tensors(f"all_x_embedder.{patches}", features, width)
+    yield from linear_tensors(f"all_final_layer.{patches}.linear", width, features)
+    yield from linear_tensors(f"all_final_layer.{patches}.adaLN_modulation.1", time, width)
+    yield from linear_tensors("t_embedder.mlp.0", _TIME_FEATURES, _TIME_HIDDEN)
+    yield from linear_tensors("t_embedder.mlp.2", _TIME_HIDDEN, time)
     yield "cap_embedder.0.weight", (config["cap_feat_dim"],)
-    yield from _linear("cap_embedder.1", config["cap_feat_dim"], width)
+    yield from linear_tensors("cap_embedder.1", config["cap_feat_dim"], width)
     yield from (("x_pad_token", (1, width)), ("cap_pad_token", (1, width)))
     counts = dict.fromkeys(("noise_refiner", "context_refiner"), config["n_refiner_layers"])
     for name, count in {**counts, "layers": config["n_layers"]}.items():
@@ -183,7 +183,7 @@ def _block(block: str, config: Mapping[str, Any], *, time: int | None) -> Tensor
     for name in ("attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"):
         yield f"{block}.{name}.weight", (width,)
     if time is not None:
-        yield from _linear(f"{block}.adaLN_modulation.0", time, 4 * width)
+        yield from linear_tensors(f"{block}.adaLN_modulation.0", time, 4 * width)
 
 
 def qwen3_tensors(config: Mapping[str, Any]) -> Tensors:
@@ -218,8 +218,3 @@ def qwen3_tensors(config: Mapping[str, Any]) -> Tensors:
 def _key_heads(config: Mapping[str, Any]) -> int:
     """Return the number of heads of keys and values. Several query heads may share one of them."""
     return int(config["num_key_value_heads"] or config["num_attention_heads"])
-
-
-def _linear(name: str, inputs: int, outputs: int) -> Tensors:
-    yield f"{name}.weight", (outputs, inputs)
-    yield f"{name}.bias", (outputs,)
