@@ -127,7 +127,7 @@ _WITHOUT_MASK = (
         "--step-caching/--no-step-caching",
         default=None,
         help="Reuse blocks of earlier steps while these change little (approximate), with transformers such as Stable "
-        "Diffusion 3 and Flux.1. Needs --fidelity fast; default: off.",
+        "Diffusion 3 and Flux.1. Needs --fidelity fast; what it loses has not been measured. Default: off.",
     ),
 )
 _EDITING = (
